@@ -17,6 +17,7 @@ Each family runs in its own process, as in bench/step.py. Weights are random: th
 """
 
 import argparse
+import math
 import sys
 import time
 from dataclasses import replace
@@ -28,13 +29,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench import measure  # noqa: E402
-from bench.measure import DTYPES, LeftOut  # noqa: E402
+from bench.measure import DTYPES, LeftOut, or_dash  # noqa: E402
 from bench.step import Worker, add_options, finish, model_config, settle, start  # noqa: E402
 from common.errors import main_error  # noqa: E402
 from model import LM, ModelConfig, tensors_of  # noqa: E402
 from runtime.loss_curve import save_figure  # noqa: E402
 
 TOLERANCE = 1e-4  # for logits in float32, relative, 2-norm; all families stay below 1e-5
+MIB = 2**20
 BURSTS = 4  # the new tokens after each context are written in so many turns
 PIECES = (31, 1, 16)  # the check reads its text in these pieces, then one token at a time
 
@@ -79,10 +81,11 @@ class Reader:
     """A family reading a text, in a worker. spec: name, config, batch_size, device, dtype, threads, chunk."""
 
     def __init__(self, spec):
-        self.spec, self.device, self.B = spec, torch.device(spec["device"]), spec["batch_size"]
+        self.spec = spec
+        self.device = torch.device(spec["device"])
         torch.set_num_threads(spec["threads"])
         torch.manual_seed(0)
-        small = dict(n_layer=2, n_embd=128, n_head=2, vocab_size=256)
+        small = {"n_layer": 2, "n_embd": 128, "n_head": 2, "vocab_size": 256}
         with self.device:
             tiny = LM(ModelConfig(**vars(spec["config"]) | small)).eval()
             check(tiny, spec["dtype"])  # warm-up: keeps one-time builds and loads out of the times
@@ -90,7 +93,9 @@ class Reader:
         wrong, self.error = check(self.lm, spec["dtype"])
         if wrong:
             raise LeftOut(wrong)
-        self.state, self.past, self.chunks = self.lm.initial_state(self.B), 0, []
+        self.state = self.lm.initial_state(spec["batch_size"])
+        self.past = 0
+        self.seconds = 0.0  # of reading `past` tokens
 
     def about(self):
         return {"parameters": sum(p.numel() for p in self.lm.parameters()), "relative_error": self.error}
@@ -112,15 +117,17 @@ class Reader:
         while self.past < context:
             size = min(self.spec["chunk"], context - self.past)
             g = torch.Generator().manual_seed(self.past)
-            tokens = torch.randint(self.lm.config.vocab_size, (self.B, size), generator=g).to(self.device)
-            self.token, self.state, seconds = self.forward(tokens, self.state)
-            self.chunks.append(seconds)
+            tokens = torch.randint(self.lm.config.vocab_size, (self.spec["batch_size"], size), generator=g)
+            self.token, self.state, seconds = self.forward(tokens.to(self.device), self.state)
+            self.seconds += seconds
             self.past += size
         self.later = self.state
-        state = tensors_of(self.state)
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state}
-        return {"seconds": sum(self.chunks), "last_chunk_seconds": self.chunks[-1], "peak_bytes": peak.bytes(),
-                "state_bytes": sum(t.numel() * t.element_size() for t in state), "state_bytes_held": sum(held.values())}
+        held, size = {}, 0
+        for t in tensors_of(self.state):
+            held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            size += t.numel() * t.element_size()
+        return {"seconds": self.seconds, "last_chunk_seconds": seconds, "peak_bytes": peak.bytes(),
+                "state_bytes": size, "state_bytes_held": sum(held.values())}
 
     @torch.no_grad()
     def write(self, new_tokens):
@@ -134,71 +141,85 @@ class Reader:
 
 # ------------------------------------------------------------------------------------------------------------- contexts
 
+class Family:
+    """A family's process, its row of the record, and the time that it took."""
+
+    def __init__(self, spec, budget_s):
+        self.spec = spec
+        self.budget_s = budget_s
+        self.spent = 0.0
+        self.chunk_s = 0.0  # of the last chunk: a lower bound of the next, as attention slows down
+        self.past = 0
+        self.worker = Worker(Reader, spec)
+        self.row = {"family": spec["name"], "contexts": [], **self.worker.begun}
+
+    def ask(self, method, tokens):
+        started = time.perf_counter()
+        answer = self.worker.ask(method, tokens, limit_s=1.5 * max(self.budget_s - self.spent, 0.0) + 10)
+        self.spent += time.perf_counter() - started
+        if "reason" in answer:
+            self.row["reason"] = f"{method} of {tokens} tokens: {answer['reason']}"
+        return answer
+
+    def read(self, context):
+        """Read on to `context` tokens; returns whether it got there."""
+        contexts = self.row["contexts"]
+        if "reason" in self.row:
+            return False
+        needed = self.chunk_s * math.ceil((context - self.past) / self.spec["chunk"])
+        if self.spent + needed > self.budget_s or contexts and "left_out" in contexts[-1]:
+            left = max(0.0, self.budget_s - self.spent)
+            reason = f"{needed:.0f} s or more needed, {left:.0f} s left (--budget_s)"
+            contexts.append({"context": context, "left_out": reason})
+            return False
+        answer = self.ask("read", context)
+        if "reason" in answer:
+            return False
+        self.chunk_s = answer.pop("last_chunk_seconds")
+        self.past = context
+        seconds = answer.pop("seconds")
+        prefill = {"seconds": seconds, "peak_bytes": answer.pop("peak_bytes"),
+                   "tokens_per_second": self.spec["batch_size"] * context / seconds}
+        contexts.append({"context": context, "prefill": prefill, **answer})
+        return True
+
+    def write(self, new_tokens):
+        """Write on, at the last context, unless the time is up; its times count all the tokens written there."""
+        context = self.row["contexts"][-1]
+        decode = context.get("decode")
+        if "reason" in self.row or decode and self.spent > self.budget_s:
+            return
+        answer = self.ask("write", new_tokens)
+        if "reason" in answer:
+            return
+        times = measure.spread((decode["seconds"]["samples_seconds"] if decode else []) + answer["seconds"])
+        peak = answer["peak_bytes"]
+        if peak is not None and decode:
+            peak = max(peak, decode["peak_bytes"])
+        context["decode"] = {"new_tokens": times["runs"], "seconds": times, "peak_bytes": peak,
+                             "tokens_per_second": self.spec["batch_size"] / times["median_seconds"]}
+
+
 def run_contexts(specs, contexts, new_tokens, budget_s):
     """One row per family: {'family', ..., 'contexts': [{'context', 'prefill', 'decode', ...} or with 'left_out']}."""
     from tqdm import tqdm
 
-    rows = [{"family": s["name"], "contexts": []} for s in specs]
-    readers, spent, slowest = [], [0.0] * len(specs), [0.0] * len(specs)  # seconds in total, and for the last chunk
-
-    def ask(i, method, argument):
-        start = time.perf_counter()
-        answer = readers[i].ask(method, argument, limit_s=1.5 * max(budget_s - spent[i], 0.0) + 10)
-        spent[i] += time.perf_counter() - start
-        if "reason" in answer:
-            rows[i]["reason"] = f"{method} of {argument} tokens: {answer['reason']}"
-        return answer
-
+    families = []
     try:
-        with tqdm(total=len(specs) * (1 + len(contexts)), leave=False, disable=not sys.stderr.isatty()) as bar:
-            for spec, row in zip(specs, rows, strict=True):
-                readers.append(Worker(Reader, spec))
-                row |= readers[-1].begun
-                bar.update()
-            for before, context in zip([0, *contexts], contexts, strict=False):
-                reached = []
-                for i, spec in enumerate(specs):
-                    bar.set_description(f"{spec['name']} at {context} tokens")
-                    bar.update()
-                    needed = slowest[i] * -(-(context - before) // spec["chunk"])  # a lower bound: attention slows down
-                    if "reason" in rows[i]:
-                        continue
-                    if spent[i] + needed > budget_s or any("left_out" in c for c in rows[i]["contexts"]):
-                        left = f"{needed:.0f} s or more needed, {max(0, budget_s - spent[i]):.0f} s left (--budget_s)"
-                        rows[i]["contexts"].append({"context": context, "left_out": left})
-                        continue
-                    answer = ask(i, "read", context)
-                    if "reason" not in answer:
-                        slowest[i] = answer.pop("last_chunk_seconds")
-                        prefill = {n: answer.pop(n) for n in ("seconds", "peak_bytes")}
-                        prefill["tokens_per_second"] = spec["batch_size"] * context / prefill["seconds"]
-                        rows[i]["contexts"].append({"context": context, "prefill": prefill, **answer})
-                        reached.append(i)
-                bursts = [len(part) for part in torch.arange(new_tokens).chunk(BURSTS)]
-                answers = {i: [] for i in reached}
-                for n in bursts:
-                    for i in reached:
-                        if "reason" not in rows[i] and not (answers[i] and spent[i] > budget_s):
-                            answers[i].append(ask(i, "write", n))
-                for i in reached:
-                    done = [a for a in answers[i] if "reason" not in a]
-                    if done:
-                        t = measure.spread(sum((a["seconds"] for a in done), []))
-                        peaks = [a["peak_bytes"] for a in done]
-                        rows[i]["contexts"][-1]["decode"] = {
-                            "new_tokens": t["runs"], "seconds": t, "peak_bytes": None if None in peaks else max(peaks),
-                            "tokens_per_second": specs[i]["batch_size"] / t["median_seconds"]}
+        for spec in specs:
+            families.append(Family(spec, budget_s))
+        for context in tqdm(contexts, "contexts", leave=False, disable=not sys.stderr.isatty()):
+            reached = [family for family in families if family.read(context)]
+            for burst in torch.arange(new_tokens).chunk(BURSTS):
+                for family in reached:
+                    family.write(len(burst))
     finally:
-        for reader in readers:
-            reader.end()
-    return rows
+        for family in families:
+            family.worker.end()
+    return [family.row for family in families]
 
 
 # --------------------------------------------------------------------------------------------------------------- output
-
-def mib(b):
-    return "-" if b is None else f"{b / 2**20:.2f}" if b < 100 * 2**20 else f"{b / 2**20:.0f}"
-
 
 def print_rows(rows):
     print(f"\n{'':16}{'context':>8}{'prefill tok/s':>14}{'decode tok/s':>13}{'ms per token':>13}{'quartiles':>18}"
@@ -209,15 +230,14 @@ def print_rows(rows):
             if "left_out" in c:
                 print(f"{line}  left out: {c['left_out']}")
                 continue
-            line += f"{c['prefill']['tokens_per_second']:14,.0f}"
-            d = c.get("decode")
-            if d:
-                line += f"{d['tokens_per_second']:13,.1f}{1e3 * d['seconds']['median_seconds']:13.2f}"
-                line += f"{measure.quartiles(d['seconds'], 2):>18}"
-            else:
-                line += f"{'-':>13}{'-':>13}{'-':>18}"
-            read, write = mib(c["prefill"]["peak_bytes"]), mib(d and d["peak_bytes"])
-            print(f"{line}{mib(c['state_bytes']):>10}{read:>27}{write:>8}")
+            decode = f"{'-':>13}{'-':>13}{'-':>18}"
+            if "decode" in c:
+                times = c["decode"]["seconds"]
+                decode = (f"{c['decode']['tokens_per_second']:13,.1f}{1e3 * times['median_seconds']:13.2f}"
+                          f"{measure.quartiles(times, 2):>18}")
+            write = c["decode"]["peak_bytes"] if "decode" in c else None
+            print(f"{line}{c['prefill']['tokens_per_second']:14,.0f}{decode}{or_dash(c['state_bytes'], '.2f', MIB):>10}"
+                  f"{or_dash(c['prefill']['peak_bytes'], '.1f', MIB):>27}{or_dash(write, '.1f', MIB):>8}")
         if "reason" in row:
             print(f"  {row['family']:14}  {row['reason']}")
 
@@ -229,23 +249,28 @@ def draw(record, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    timed = {r["family"]: [c for c in r["contexts"] if "decode" in c] for r in record["rows"]}
-    if not any(timed.values()):
-        return False
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), dpi=130)
-    for i, (family, points) in enumerate(timed.items()):
+    ticks = set()
+    for i, row in enumerate(record["rows"]):
+        points = [c for c in row["contexts"] if "decode" in c]
         contexts = [c["context"] for c in points]
-        colour = plt.cm.tab20(i % 20)
-        style = dict(color=colour, marker="o", ms=4, label=family, lw=2.4 if family == "llama" else 1.2)
-        seconds = [c["decode"]["seconds"] for c in points]
-        left.plot(contexts, [1e3 * s["median_seconds"] for s in seconds], **style)
-        low, high = ([1e3 * s["quartile_seconds"][j] for s in seconds] for j in (0, 1))
-        left.fill_between(contexts, low, high, color=colour, alpha=0.15, lw=0)
-        right.plot(contexts, [c["state_bytes"] for c in points], **style)
-    ticks = sorted({c["context"] for points in timed.values() for c in points})
+        ticks.update(contexts)
+        milliseconds, low, high = [], [], []
+        for point in points:
+            times = point["decode"]["seconds"]
+            milliseconds.append(1e3 * times["median_seconds"])
+            low.append(1e3 * times["quartile_seconds"][0])
+            high.append(1e3 * times["quartile_seconds"][1])
+        style = {"color": plt.cm.tab20(i % 20), "lw": 2.4 if row["family"] == "llama" else 1.2}
+        left.plot(contexts, milliseconds, marker="o", ms=4, **style)
+        left.fill_between(contexts, low, high, color=style["color"], alpha=0.15, lw=0)
+        right.plot(contexts, [c["state_bytes"] for c in points], marker="o", ms=4, label=row["family"], **style)
+    if not ticks:
+        return False
+    names = [f"{tick // 1024}K" if tick % 1024 == 0 else str(tick) for tick in sorted(ticks)]
     for axes, label in ((left, "ms per new token, median and quartiles"), (right, "bytes of the state")):
         axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel=label)
-        axes.set_xticks(ticks, [f"{t // 1024}K" if t % 1024 == 0 else str(t) for t in ticks])
+        axes.set_xticks(sorted(ticks), names)
         axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
         axes.grid(alpha=0.3, which="both")
     right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
@@ -284,7 +309,7 @@ def main(argv=None):
     record["rows"] = run_contexts(specs, args.contexts, args.new_tokens, args.budget_s)
     print_rows(record["rows"])
     finish(out, record)
-    if out is not None and draw(record, out.with_suffix(".png")):
+    if out and draw(record, out.with_suffix(".png")):
         print(f"figure: {out.with_suffix('.png')}")
     return int(any("reason" in r for r in record["rows"]))
 
