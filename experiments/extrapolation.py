@@ -98,13 +98,14 @@ def plan(preset, families=(), seeds=()):
 def check_lengths(lengths, limit, where):
     """Sorted lengths. Raises ConfigError where one is too long or does not divide the longest."""
     lengths = sorted(lengths)
-    if lengths[-1] > limit:
-        raise ConfigError(f"--lengths: {lengths[-1]} is longer than {where} ({limit + 1:,} tokens; a sequence needs "
-                          "one more than its length): choose shorter ones, or prepare more data")
-    odd = [T for T in lengths if lengths[-1] % T]
-    if odd:
-        raise ConfigError(f"--lengths: {odd[0]} does not divide the longest, {lengths[-1]}, and both must be cut from "
-                          "the same tokens: choose one that does")
+    longest = lengths[-1]
+    if longest > limit:
+        raise ConfigError(f"--lengths: {longest} is longer than {where} ({limit + 1:,} tokens; a sequence needs one "
+                          "more than its length): choose shorter ones, or prepare more data")
+    for T in lengths:
+        if longest % T:
+            raise ConfigError(f"--lengths: {T} does not divide the longest, {longest}, and both must be cut from the "
+                              "same tokens: choose one that does")
     return lengths
 
 
@@ -117,17 +118,19 @@ def longest_sequences(n_tokens, documents, longest, eval_tokens=0):
         n_tokens: of the split; documents: [{'name', 'start', 'tokens'}] or None; longest: tokens per sequence.
         eval_tokens: predict at most this many tokens, of sequences taken from all documents in turn; 0: all there are.
     """
-    inside = [(i, d["start"] + i * longest, d["name"])
-              for d in documents or () for i in range((d["tokens"] - 1) // longest)]
-    across = [(i, i * longest, None) for i in range((n_tokens - 1) // longest)]
-    places = sorted(inside) or across
-    n = min(len(places), eval_tokens // longest) if eval_tokens else len(places)
+    inside = []  # (which of its document, start, document): sorted, each document's first come first
+    for document in documents or ():
+        for i in range((document["tokens"] - 1) // longest):
+            inside.append((i, document["start"] + i * longest, document["name"]))
+    inside.sort()
+    count = len(inside) or (n_tokens - 1) // longest
+    n = min(count, eval_tokens // longest) if eval_tokens else count
     if n < 1:
         raise ConfigError(f"--eval_tokens={eval_tokens} is less than one sequence of the longest length, {longest}")
     if not inside:
-        return [across[i * len(across) // n][1] for i in range(n)], None  # evenly over the split
-    _, starts, names = zip(*sorted(places[:n], key=lambda s: s[1]), strict=True)  # each document's first, then ...
-    return list(starts), list(names)
+        return [i * count // n * longest for i in range(n)], None  # evenly over the split
+    chosen = sorted((start, name) for _, start, name in inside[:n])
+    return [start for start, _ in chosen], [name for _, name in chosen]
 
 
 def bins(T):
@@ -149,14 +152,13 @@ def read(lm, x, y, chunk, also=()):
 
     A piece ends after every `chunk` tokens, and at the positions in `also`.
     """
-    T = x.shape[1]
-    ends = sorted({T, *range(chunk, T, chunk), *also})
-    state, start = lm.initial_state(len(x)), 0
-    for end in ends:
+    B, T = x.shape
+    state, start = lm.initial_state(B), 0
+    for end in sorted({T, *range(chunk, T, chunk), *also}):
         logits, _, state = lm(x[:, start:end], state=state)  # (B, t, V)
         losses = F.cross_entropy(logits.float().flatten(0, 1), y[:, start:end].flatten(), reduction="none")
         del logits  # otherwise it would stay beside the next piece's
-        yield end, losses.view(len(x), -1), state
+        yield end, losses.view(B, -1), state
         start = end
 
 
@@ -170,9 +172,11 @@ def recurrent(branch, state):
         return None
     if isinstance(branch.mixer, RWKV4TimeMix):
         return state[1] / state[2]
-    last = lambda s: s[-1] if isinstance(s, tuple) and s else s
-    state, first = last(state), last(branch.initial_state(1, "cpu"))
-    return state if isinstance(state, torch.Tensor) and state.dim() > 2 and state.shape[1:] == first.shape[1:] else None
+    first = branch.initial_state(1, "cpu")
+    if isinstance(state, tuple) and state:
+        state, first = state[-1], first[-1]
+    grows = not isinstance(state, torch.Tensor) or state.shape[1:] != first.shape[1:]
+    return None if grows or state.dim() < 3 else state
 
 
 def read_length(lm, rows, T, chunk, batch_size):
@@ -182,13 +186,15 @@ def read_length(lm, rows, T, chunk, batch_size):
 
     Returns: the losses of all tokens in nats, (K, M) float64, and the bytes of one sequence's state at its end.
     """
-    x, y, device = rows[:, :-1].reshape(-1, T), rows[:, 1:].reshape(-1, T), lm.embed.weight.device  # (K M / T, T)
-    losses, B, held = torch.zeros(x.shape, dtype=torch.float64), batch_size * max(1, chunk // T), 0
-    for at in range(0, len(x), B):
-        part = slice(at, at + B)
+    device = lm.embed.weight.device
+    x, y = rows[:, :-1].reshape(-1, T), rows[:, 1:].reshape(-1, T)  # (K M / T, T)
+    losses = torch.zeros(x.shape, dtype=torch.float64)
+    at_once = batch_size * max(1, chunk // T)
+    for at in range(0, len(x), at_once):
+        part = slice(at, at + at_once)
         for end, piece, state in read(lm, x[part].to(device), y[part].to(device), chunk):
             losses[part, end - piece.shape[1]:end] = piece
-            held = sum(t.nbytes for t in tensors_of(state)) // len(piece)
+            held = sum(tensor.nbytes for tensor in tensors_of(state)) // len(piece)
             del state
     return losses.view(len(rows), -1).numpy(), held
 
@@ -198,16 +204,17 @@ def state_norms(lm, rows, positions, chunk):
 
     rms: the root mean square of a row's state, its mean over the rows.
     """
-    norms, device, branches = {}, lm.embed.weight.device, [branch for _, branch in lm.branches()]
+    norms, device = {}, lm.embed.weight.device
     for end, _, state in read(lm, rows[:, :-1].to(device), rows[:, 1:].to(device), chunk, positions):
         if end not in positions:
             continue
-        for i, (branch, s) in enumerate(zip(branches, sum(state, []), strict=True)):
+        for i, ((_, branch), s) in enumerate(zip(lm.branches(), sum(state, []), strict=True)):
             s = recurrent(branch, s)
             if s is not None:
+                rms = s.double().flatten(1).square().mean(1).sqrt().mean().item()
                 entry = norms.setdefault(f"{i} {type(branch.mixer).__name__}", {"positions": [], "rms": []})
                 entry["positions"].append(end)
-                entry["rms"].append(s.double().flatten(1).square().mean(1).sqrt().mean().item())
+                entry["rms"].append(rms)
         if not norms:
             break  # attention keeps a cache only
     return norms
@@ -218,28 +225,32 @@ def state_norms(lm, rows, positions, chunk):
 def mean_and_error(values):
     """The mean over the first axis and its standard error, as numbers or lists; NaN where one is not known."""
     values = np.array(values, float)  # None, in a record, is NaN
+    n = len(values)
+    mean = values.mean(0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        mean = values.mean(0)
-        error = np.sqrt(np.square(values - mean).sum(0) / (len(values) * (len(values) - 1)))
+        error = np.sqrt(np.square(values - mean).sum(0) / (n * (n - 1)))
     return mean.tolist(), error.tolist()
 
 
 def with_error(name, values):
-    return dict(zip((name, f"{name}_standard_error"), mean_and_error(values), strict=True))
+    mean, error = mean_and_error(values)
+    return {name: mean, f"{name}_standard_error": error}
 
 
 def summary(losses, T, reference=None):
     """The record of one length from its losses (K, M); reference: (length, losses there) to compare with."""
-    (K, M), means = losses.shape, losses.mean(1)
+    K, M = losses.shape
+    means = losses.mean(1)
     by_position = in_bins(losses.reshape(-1, T)).reshape(K, M // T, -1).mean(1)
-    out = {"length": T, "sequences": K * (M // T), "tokens": K * M, **with_error("loss", means),
+    row = {"length": T, "sequences": K * (M // T), "tokens": K * M, **with_error("loss", means),
            "perplexity": float(np.exp(means.mean())), "losses_of_longest_sequences": means.tolist(),
            "by_position": {"edges": bins(T), **with_error("loss", by_position)}}
     if reference:
         against, before = reference
-        out |= {"against": against, **with_error("difference", means - before.mean(1)), "difference_by_place": {
-            "edges": bins(M), **with_error("difference", in_bins(losses) - in_bins(before))}}
-    return out
+        by_place = with_error("difference", in_bins(losses) - in_bins(before))
+        row |= {"against": against, **with_error("difference", means - before.mean(1)),
+                "difference_by_place": {"edges": bins(M), **by_place}}
+    return row
 
 
 def measure(lm, rows, lengths, trained, chunk, batch_size):
@@ -247,7 +258,7 @@ def measure(lm, rows, lengths, trained, chunk, batch_size):
 
     A length for which memory runs out, and what is longer, has only 'left_out', the reason.
     """
-    measured, reference, device, longest = [], None, lm.embed.weight.device, lengths[-1]
+    measured, reference, device = [], None, lm.embed.weight.device
     few = min(chunk, lengths[0])
     read_length(lm, rows[:1, : few + 1], few, chunk, 1)  # what is built, loaded and started once is not in the times
     for T in lengths:
@@ -262,7 +273,7 @@ def measure(lm, rows, lengths, trained, chunk, batch_size):
             print(f"  {T:7} left out: {reason}")
             return measured + [{"length": left, "left_out": reason} for left in lengths if left >= T], {}
         row = summary(losses, T, reference)
-        if T == trained or not measured and trained not in lengths:
+        if T == trained or T == lengths[0] and trained not in lengths:
             reference = T, losses
         seconds = time.perf_counter() - began
         row |= {"state_bytes_per_sequence": held, "seconds": seconds, "tokens_per_second": row["tokens"] / seconds,
@@ -271,8 +282,10 @@ def measure(lm, rows, lengths, trained, chunk, batch_size):
         print(f"  {T:7}  loss {row['loss']:.4f} +- {row['loss_standard_error']:.4f}, "
               f"perplexity {row['perplexity']:.3f}, {row['tokens_per_second']:,.0f} tokens/s", flush=True)
     # separately, in other pieces: what was measured above is of whole chunks
-    at = sorted(p for p in {longest, trained, *(16 << i for i in range(24))} if p <= longest)
-    return measured, state_norms(lm, rows[:: -(-len(rows) // NORM_SEQUENCES)], at, chunk)
+    powers = {16 << i for i in range(24)}
+    positions = sorted(p for p in powers | {trained, lengths[-1]} if p <= lengths[-1])
+    every = -(-len(rows) // NORM_SEQUENCES)
+    return measured, state_norms(lm, rows[::every], positions, chunk)
 
 
 def limited(lm, window):
@@ -283,38 +296,49 @@ def limited(lm, window):
     return other.to(lm.embed.weight.device).eval()
 
 
-def evaluate(folder, args, run):
-    """The records of one run's checkpoint: as trained, and with limited attention where it has any; `run`: its name.
-    Raises ConfigError, one line."""
-    began, device = time.perf_counter(), named_device(args.device)
-    lm, meta = load_model(folder, device)
-    with fields(f"{folder}: its records"):
-        dtype, dataset = pick_dtype(meta["config"]["dtype"], device), args.dataset or str(meta["config"]["dataset"])
-        checkpoint = {**{k: meta[k] for k in ("step", "tokens", "data")}, "block_size": lm.config.block_size,
-                      "code": (meta.get("code_versions") or ["unknown"])[-1],
-                      "parameters": sum(p.numel() for p in lm.parameters()), "seed": meta["config"]["seed"]}
-    data_folder, trained = find_dataset(dataset), lm.config.block_size
+def cut_text(lm, meta, folder, args):
+    """(rows (K, M + 1) of tokens, lengths, the record of the text) for one run's checkpoint. Raises ConfigError."""
+    data_folder, trained = find_dataset(args.dataset or str(meta["config"]["dataset"])), lm.config.block_size
     data = Tokens(data_folder, vocab_size=lm.config.vocab_size)
     same = data.sha256 == meta["data"]
     if not same and not args.dataset:
         raise ConfigError(f"the data in {data_folder} is not what {folder} was trained on (its sha256 differs), and "
                           "may hold its training text: prepare it as before, or name other text with --dataset")
-    documents, limit = (data.meta.get("documents") or {}).get("val"), len(data.val) - 1
-    inside = max((d["tokens"] for d in documents or ()), default=limit + 1) - 1  # the default stays within documents
-    default = [trained << i for i in range(5) if not i or trained << i <= min(inside, limit)]
-    lengths = check_lengths(args.lengths or default, limit, data_folder / "val.bin")
-    starts, names = longest_sequences(len(data.val), documents, lengths[-1], args.eval_tokens)
-    rows = torch.from_numpy(np.stack([data.val[s:s + lengths[-1] + 1] for s in starts]).astype(np.int64))  # (K, M + 1)
-    batch_size = args.batch_size or (8 if device.type == "cuda" else 1)
+    documents = (data.meta.get("documents") or {}).get("val")
+    limit = len(data.val) - 1
+    lengths = args.lengths
+    if not lengths:  # 1, 2, 4, 8 and 16 times trained, within documents
+        within = max((d["tokens"] - 1 for d in documents or ()), default=limit)
+        lengths = [trained, *(T for T in (trained << i for i in range(1, 5)) if T <= min(within, limit))]
+    lengths = check_lengths(lengths, limit, data_folder / "val.bin")
+    longest = lengths[-1]
+    starts, names = longest_sequences(len(data.val), documents, longest, args.eval_tokens)
+    rows = np.stack([data.val[start:start + longest + 1] for start in starts]).astype(np.int64)
     text = {"dataset": data_folder.name, "val_sha256": data.sha256["val"], "trained_on_this_data": same,
-            "starts": starts, "sequences": len(starts), "longest": lengths[-1], "documents": names,
-            "sha256": hashlib.sha256(rows.numpy().astype("<u4").tobytes()).hexdigest()}
+            "starts": starts, "sequences": len(starts), "longest": longest, "documents": names,
+            "sha256": hashlib.sha256(rows.astype("<u4").tobytes()).hexdigest()}
+    return torch.from_numpy(rows), lengths, text
+
+
+def evaluate(folder, args, run):
+    """The records of one run's checkpoint: as trained, and with limited attention where it has any; `run`: its name.
+    Raises ConfigError, one line."""
+    began, device = time.perf_counter(), named_device(args.device)
+    lm, meta = load_model(folder, device)
+    trained = lm.config.block_size
+    with fields(f"{folder}: its records"):
+        dtype = pick_dtype(meta["config"]["dtype"], device)
+        checkpoint = {"step": meta["step"], "tokens": meta["tokens"], "data": meta["data"], "block_size": trained,
+                      "code": (meta.get("code_versions") or ["unknown"])[-1],
+                      "parameters": sum(p.numel() for p in lm.parameters()), "seed": meta["config"]["seed"]}
+        rows, lengths, text = cut_text(lm, meta, folder, args)
+    batch_size = args.batch_size or (8 if device.type == "cuda" else 1)
     records, models = [], {run: lm}
     if "llama" in lm.config.families:
         models[f"{run}, last {trained} tokens"] = limited(lm, trained)
     for name, model in models.items():
-        print(f"{name}, trained at {trained}: {in_words(text)}, {args.chunk} tokens at a time"
-              f"{'' if same else '; NOT the data it was trained on'}", flush=True)
+        other = "" if text["trained_on_this_data"] else "; NOT the data it was trained on"
+        print(f"{name}, trained at {trained}: {in_words(text)}, {args.chunk} tokens at a time{other}", flush=True)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False):
             results, norms = measure(model, rows, lengths, trained, args.chunk, batch_size)
         record = new_record("extrapolation", family=lm.config.pattern or lm.config.model, run=name)
@@ -327,15 +351,11 @@ def evaluate(folder, args, run):
 
 
 def in_words(text):
-    return (f"{text['sequences']} sequences of {text['longest']} tokens of {text['dataset']}, "
-            + ("within documents (packages of files)" if text["documents"] else "end to end, across documents"))
+    where = "within documents (packages of files)" if text["documents"] else "end to end, across documents"
+    return f"{text['sequences']} sequences of {text['longest']} tokens of {text['dataset']}, {where}"
 
 
 # --------------------------------------------------------------------------------------------------------------- report
-
-def mib(n_bytes, digits=3):
-    return f"{np.float64(n_bytes) / 2**20:.{digits}f}"  # None is NaN
-
 
 def by_name(runs):
     """{run's name without the seed: its rows, one per seed}"""
@@ -345,126 +365,171 @@ def by_name(runs):
     return groups
 
 
+def was_read(run):
+    """The measurements of the lengths that were read."""
+    return [x for x in run.lengths if "left_out" not in x]
+
+
 def read_at(seeds, T):
     """The measurements at length T, for the seeds that were read that far."""
-    return [x for r in seeds for x in r.lengths if x["length"] == T and "left_out" not in x]
+    return [x for r in seeds for x in was_read(r) if x["length"] == T]
 
 
 def perplexity(measured):
     """A table cell: perplexity over the seeds at a length, the loss if there are several, and the loss minus that at
     the training length."""
     loss, error = mean_and_error([x["loss"] for x in measured])
-    cell = f"{np.exp(loss):.3f}" + f", loss {loss:.3f} \u00b1 {error:.3f}" * (len(measured) > 1)
+    cell = f"{np.exp(loss):.3f}"
+    if len(measured) > 1:
+        cell += f", loss {loss:.3f} \u00b1 {error:.3f}"
     if all("against" in x for x in measured):
         change, error = mean_and_error([x["difference"] for x in measured])
-        error = measured[0]["difference_standard_error"] if len(measured) == 1 else error
-        cell += f" ({change:+.3f} \u00b1 {np.float64(error):.3f})"
+        if len(measured) == 1:
+            error = np.float64(measured[0]["difference_standard_error"])  # None is NaN
+        cell += f" ({change:+.3f} \u00b1 {error:.3f})"
     return cell
+
+
+def perplexities(groups, lengths):
+    """Rows of a table: a run's perplexity at each length that all of its seeds were read at."""
+    rows = []
+    for name, seeds in groups.items():
+        row = {"run": name, "trained at": seeds[0].block_size}
+        for T in lengths:
+            at = read_at(seeds, T)
+            row[f"T = {T}"] = perplexity(at) if len(at) == len(seeds) else "-"
+        rows.append(row)
+    return rows
 
 
 def differences(groups, lengths):
     """Rows of a table: loss of one run minus that of another, with Welch's 95% interval over their seeds."""
     rows = []
     for (a, first), (b, second) in itertools.combinations(groups.items(), 2):
-        losses = {T: [np.array([x["loss"] for x in read_at(seeds, T)], float) for seeds in (second, first)]
-                  for T in lengths}
-        if all(min(len(x), len(y)) > 1 for x, y in losses.values()):
-            rows.append({"loss, 95% interval over the seeds": f"{b} minus {a}"} | {
-                f"T = {T}": "{:+.3f} ({:+.3f} .. {:+.3f})".format(*welch(x, y)[:3]) for T, (x, y) in losses.items()})
+        row = {"loss, 95% interval over the seeds": f"{b} minus {a}"}
+        for T in lengths:
+            losses = [np.array([x["loss"] for x in read_at(seeds, T)], float) for seeds in (second, first)]
+            if min(map(len, losses)) < 2:
+                break
+            row[f"T = {T}"] = "{:+.3f} ({:+.3f} .. {:+.3f})".format(*welch(*losses)[:3])
+        else:
+            rows.append(row)
     return rows
 
 
-def cost(name, run):
-    """[row] of the table of costs, at the longest length that was read; [] if none was."""
-    measured, loud = [x for x in run.lengths if "left_out" not in x], loudest(run.state_norms)
-    return [{"run": name, "T": x["length"],
-             "state at the shortest T, MiB per sequence": mib(measured[0]["state_bytes_per_sequence"]),
-             "at this T": mib(x["state_bytes_per_sequence"]), "peak, MiB": mib(x["peak_bytes"], 0),
-             "tokens/s": f"{x['tokens_per_second']:,.0f}",
-             **{key: f"{loud[p]:.3g}" if p in loud else "-" for key, p in (
-                 ("RMS of the state at the training length", run.block_size), ("RMS at this T", x["length"]))}}
-            for x in measured[-1:]]
+def costs(groups):
+    """Rows of a table: memory, speed and states of each run's first seed, at the longest length that was read."""
+    rows = []
+    for name, (run, *_) in groups.items():
+        measured, loud = was_read(run), loudest(run.state_norms)
+        if measured:
+            x = measured[-1]
+            rows.append({
+                "run": name, "T": x["length"],
+                "state at the shortest T, MiB per sequence": mib(measured[0]["state_bytes_per_sequence"], 3),
+                "at this T": mib(x["state_bytes_per_sequence"], 3), "peak, MiB": mib(x["peak_bytes"], 0),
+                "tokens/s": f"{x['tokens_per_second']:,.0f}",
+                "RMS of the state at the training length": f"{loud[run.block_size]:.3g}" if loud else "-",
+                "RMS at this T": f"{loud[x['length']]:.3g}" if loud else "-"})
+    return rows
 
 
-def page(runs, groups, picture):
-    """The page as blocks of Markdown: perplexity at each length, differences over seeds, memory and speed."""
-    lengths = sorted({x["length"] for lengths in runs.lengths for x in lengths})
-    table = [{"run": name, "trained at": seeds[0].block_size} | {
-        f"T = {T}": perplexity(at) if len(at := read_at(seeds, T)) == len(seeds) else "-" for T in lengths}
-        for name, seeds in groups.items()]
-    cut = lambda key: 10 if key in ("time", "commit") else None
-    of_all = lambda key: " and ".join(dict.fromkeys(str(value or "none")[:cut(key)] for value in runs[key]))
-    first, most, texts = next(runs.itertuples()), max(map(len, groups.values())), {text["sha256"] for text in runs.text}
-    return [
-        "# Extrapolation", picture, pages.table(table),
-        "Perplexity; in brackets the loss minus the loss at the training length (or else the shortest), in nats, "
-        "paired, with its standard error over seeds, as for the loss, or over sequences where there is one seed.",
-        *(pages.escaped(f"Left out: {r.run} at {x['length']}: {x['left_out']}.")
-          for r in runs.itertuples() for x in r.lengths if "left_out" in x),
-        pages.table(differences(groups, lengths)),
-        pages.table([row for name, seeds in groups.items() for row in cost(name, seeds[0])]), pages.escaped(
-            in_words(first.text) + "; NOT all curves are of the same text: do not compare them" * (len(texts) > 1)
-            + f". {of_all('device')}, {of_all('threads')} threads, {of_all('dtype')}, torch {of_all('torch')}, "
-            f"{of_all('time')}, commit {of_all('commit')}; "
-            f"{'one training run' if most == 1 else f'up to {most} training seeds'} each, "
-            f"code {', '.join(sorted(runs.code.unique()))}.")]
+def mib(n_bytes, digits):
+    return f"{np.float64(n_bytes) / 2**20:.{digits}f}"  # None is NaN
 
 
 def loudest(state_norms):
     """{position: largest RMS of the branches' states, NaN if one is not finite}."""
     branches = list(state_norms.values())
+    if not branches:
+        return {}
     rms = np.array([branch["rms"] for branch in branches], float)
-    return dict(zip(branches[0]["positions"], rms.max(0).tolist(), strict=True)) if branches else {}
+    return dict(zip(branches[0]["positions"], rms.max(0).tolist(), strict=True))
 
+
+def page(runs, groups, picture):
+    """The page as blocks of Markdown: perplexity at each length, differences over seeds, memory and speed."""
+    lengths = sorted({x["length"] for lengths in runs.lengths for x in lengths})
+    left_out = [f"Left out: {r.run} at {x['length']}: {x['left_out']}."
+                for r in runs.itertuples() for x in r.lengths if "left_out" in x]
+    return [
+        "# Extrapolation", picture, pages.table(perplexities(groups, lengths)),
+        "Perplexity; in brackets the loss minus the loss at the training length (or else the shortest), in nats, "
+        "paired, with its standard error over seeds, as for the loss, or over sequences where there is one seed.",
+        *map(pages.escaped, left_out), pages.table(differences(groups, lengths)), pages.table(costs(groups)),
+        pages.escaped(origin(runs, groups))]
+
+
+def origin(runs, groups):
+    """A paragraph: text, machines, versions and training runs."""
+    def of_all(key, cut=None):
+        return " and ".join(dict.fromkeys(str(value or "none")[:cut] for value in runs[key]))
+
+    words = in_words(runs.text.iloc[0])
+    if len({text["sha256"] for text in runs.text}) > 1:
+        words += "; NOT all curves are of the same text: do not compare them"
+    most = max(map(len, groups.values()))
+    seeds = "one training run" if most == 1 else f"up to {most} training seeds"
+    return (f"{words}. {of_all('device')}, {of_all('threads')} threads, {of_all('dtype')}, torch {of_all('torch')}, "
+            f"{of_all('time', 10)}, commit {of_all('commit', 10)}; {seeds} each, "
+            f"code {', '.join(sorted(runs.code.unique()))}.")
+
+
+# --------------------------------------------------------------------------------------------------------------- figure
 
 def draw(groups, path):
     """Perplexity against T (Figure 1, right); loss by position; gain from the longer past; RMS of the state."""
-    from matplotlib.ticker import LogFormatter
-
-    plain = lambda value, _: f"{value:.6g}"
-    middles = lambda by: [math.sqrt(max(1, a) * b) for a, b in zip(by["edges"][:-1], by["edges"][1:], strict=True)]
-
-    def curve(axis, x, y, error, style, shown=lambda v: v):
-        y, error = np.array(y, float), np.array(error, float)  # None is NaN, a hole
-        axis.plot(x, shown(y), **style)
-        axis.fill_between(x, shown(y - error), shown(y + error), color=style["color"], alpha=0.12, lw=0)
-
-    labels = (("sequence length T", "perplexity, with its standard error over sequences"),
-              ("position in the longest sequence", "loss (nats per token)"),
-              ("place in the longest sequence", "loss at the longest T minus at the training length"),
-              ("position in the longest sequence", "RMS of the state, largest of the branches"))
     first = next(iter(groups.values()))[0]
-    with pages.figure(path, 2, 2, 6.5, 4.5) as (figure, ((length, position), (gain, norm))):
+    trained = {r.block_size for seeds in groups.values() for r in seeds}
+    with pages.figure(path, 2, 2, 6.5, 4.5) as (figure, axes):
+        length, position, gain, norm = panels = axes.flatten()
         for i, (name, seeds) in enumerate(groups.items()):
             for r in seeds:
                 style = dict(color=f"C{i}", marker="o", ms=3.5, lw=2.4 if r.family == "longhorn" else 1.3)
-                if measured := [x for x in r.lengths if "left_out" not in x]:
-                    columns = [[x[k] for x in measured] for k in ("length", "loss", "loss_standard_error")]
-                    ended = " (memory ended)" * (len(measured) < len(r.lengths))
-                    curve(length, *columns, style | ({"label": name + ended} if r is seeds[0] else {}), np.exp)
-                    by = measured[-1]["by_position"]
-                    curve(position, middles(by), by["loss"], by["loss_standard_error"], style)
-                    if by := measured[-1].get("difference_by_place"):
-                        curve(gain, middles(by), by["difference"], by["difference_standard_error"], style)
-                loud = loudest(r.state_norms)
-                norm.plot(list(loud), list(loud.values()), **style)
-        for axis, (x, y) in zip((length, position, gain, norm), labels, strict=True):
+                draw_run(panels, r, style, name if r is seeds[0] else None)
+        for axis in panels:
             axis.set_xscale("log", base=2)
-            positive = np.isfinite(axis.yaxis.get_minpos())  # attention has no state to show, and losses may be NaN
-            axis.set(xlabel=x, ylabel=y, yscale="log" if axis in (length, norm) and positive else "linear")
-            for trained in sorted({r.block_size for seeds in groups.values() for r in seeds}):
-                axis.axvline(trained, color="black", ls="--", lw=0.9)
-            axis.xaxis.set_major_formatter(plain)
-        length.yaxis.set_minor_formatter(plain)
-        if norm.get_yscale() == "log":
-            norm.yaxis.set_minor_formatter(LogFormatter())  # only where there is room
+            axis.set_xlabel("position in the longest sequence")
+            for T in trained:
+                axis.axvline(T, color="black", ls="--", lw=0.9)
+            axis.xaxis.set_major_formatter("{x:.6g}")
         for axis in (length, norm):
-            axis.yaxis.set_major_formatter(plain)
-        if length.get_legend_handles_labels()[0]:
-            length.legend(fontsize=8)
+            if np.isfinite(axis.yaxis.get_minpos()):  # attention has no state to show, and losses may be NaN
+                axis.set_yscale("log")
+                axis.yaxis.set_major_formatter("{x:.6g}")
+        if length.get_yscale() == "log":
+            length.yaxis.set_minor_formatter("{x:.6g}")  # there is room
+        length.set(xlabel="sequence length T", ylabel="perplexity, with its standard error over sequences")
+        position.set(ylabel="loss (nats per token)")
+        gain.set(ylabel="loss at the longest T minus at the training length")
+        norm.set(ylabel="RMS of the state, largest of the branches")
+        length.legend(fontsize=8)
         figure.suptitle(f"trained at the dashed length; {in_words(first.text)}; {first.device}, {first.time[:10]}",
                         fontsize=10)
         figure.tight_layout()
+
+
+def draw_run(panels, run, style, name):
+    """The curves of one training run; name: for the legend, if any."""
+    length, position, gain, norm = panels
+    measured, loud = was_read(run), loudest(run.state_norms)
+    norm.plot(list(loud), list(loud.values()), **style)
+    if not measured:
+        return
+    ended = "" if len(measured) == len(run.lengths) else " (memory ended)"
+    curve(length, [x["length"] for x in measured], [x["loss"] for x in measured],
+          [x["loss_standard_error"] for x in measured], style | {"label": name and name + ended}, np.exp)
+    last = measured[-1]
+    for axis, by, key in (position, last["by_position"], "loss"), (gain, last.get("difference_by_place"), "difference"):
+        if by:
+            middles = [math.sqrt(max(1, low) * high) for low, high in itertools.pairwise(by["edges"])]
+            curve(axis, middles, by[key], by[f"{key}_standard_error"], style)
+
+
+def curve(axis, x, y, error, style, shown=np.positive):
+    y, error = np.array(y, float), np.array(error, float)  # None is NaN, a hole
+    axis.plot(x, shown(y), **style)
+    axis.fill_between(x, shown(y - error), shown(y + error), color=style["color"], alpha=0.12, lw=0)
 
 
 def report(path):
