@@ -38,6 +38,7 @@ from runtime import records
 
 EXIT_RETRYABLE = 75  # EX_TEMPFAIL of sysexits.h
 ROLL_CALL_SECONDS = 5.0
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 STORE = None  # the process group's store; after an error it tells who is alive
 
 
@@ -53,12 +54,12 @@ def launch(prog, main):
             code = main(sys.argv[1:])
             leave()
             return code
-        except Lost as error:
-            exit_retryable(prog, error)
         except RuntimeError as error:
-            if not is_communication_error(error):
-                raise
-            exit_retryable(prog, who_is_missing(error))
+            if isinstance(error, Lost):
+                exit_retryable(prog, error)
+            if is_communication_error(error):
+                exit_retryable(prog, who_is_missing(error))
+            raise
 
 
 def rank():
@@ -71,11 +72,15 @@ def world_size():
 
 def named_device(name):
     """The torch.device of "auto", "cpu", "cuda" (this process's) or "cuda:1". Raises ConfigError if it is not there."""
-    name = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    if name == "auto":
+        name = "cuda" if has_gpu else "cpu"
+    if name.startswith("cuda") and not has_gpu:
         raise ConfigError(f"device {name}: PyTorch sees no GPU; use --device=cpu, or install a CUDA build of torch")
+    if name == "cuda":
+        name = f"cuda:{env_int('LOCAL_RANK', 0)}"
     try:
-        device = torch.device(name if name != "cuda" else f"cuda:{env_int('LOCAL_RANK', 0)}")
+        device = torch.device(name)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         torch.zeros(1, device=device).item()  # "meta" is a known device, but holds no numbers
@@ -95,7 +100,7 @@ def open_device(config):
     elif getattr(config, "parallel", "ddp") == "ddp":
         keep_freed_memory()
     elif platform.libc_ver()[0] == "glibc":  # shards: return gathered layers, many per step, to the OS
-        ctypes.CDLL(None).mallopt(-3, 1 << 18)  # M_MMAP_THRESHOLD
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
     if world > 1:
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             per_process = (os.cpu_count() or 1) // env_int("LOCAL_WORLD_SIZE", world, least=1)
@@ -123,20 +128,19 @@ def pick_dtype(name, device):
         return getattr(torch, name)
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    try:
+    with contextlib.suppress(OSError):
         flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return torch.float32
-    return torch.bfloat16 if "avx512_bf16" in flags or "amx_bf16" in flags else torch.float32
+        if "avx512_bf16" in flags or "amx_bf16" in flags:
+            return torch.bfloat16
+    return torch.float32
 
 
 def keep_freed_memory():
     """Keep freed activations in the process: returned to the OS, they cost a page fault per 4 KB in every step."""
     if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        m_trim_threshold, m_mmap_threshold = -1, -3
-        if libc.mallopt(m_mmap_threshold, 1 << 30) or libc.mallopt(m_mmap_threshold, 1 << 25):  # the limit before 2.35
-            libc.mallopt(m_trim_threshold, (1 << 31) - 1)
+        mallopt = ctypes.CDLL(None).mallopt
+        if mallopt(M_MMAP_THRESHOLD, 1 << 30) or mallopt(M_MMAP_THRESHOLD, 1 << 25):  # the limit before 2.35
+            mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def join(backend, wait):
@@ -154,9 +158,9 @@ def join(backend, wait):
         STORE = new_store_prefix(store, rank, world, wait)
         group = dist.PrefixStore("group", STORE)
         dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=wait)
+    except Lost:
+        raise
     except RuntimeError as error:  # all of dist's errors are RuntimeErrors, but not all are DistErrors
-        if isinstance(error, Lost):
-            raise
         raise Lost(f"rank {os.environ['RANK']}: not all {os.environ['WORLD_SIZE']} processes met within {wait} "
                    f"({first_line(error)}): start them all, or raise timeout_minutes") from None
 
@@ -176,8 +180,7 @@ def new_store_prefix(store, rank, world, wait):
         return dist.PrefixStore(prefix, store)
     while missing := [r for r in range(1, world) if not store.check([f"longhorn/{name}/{r}"])]:
         if time.monotonic() > until:
-            raise Lost(f"no answer from rank {', '.join(map(str, missing))} within {wait}: start it, or raise "
-                       "timeout_minutes")
+            raise Lost(f"no answer from rank {listed(missing)} within {wait}: start it, or raise timeout_minutes")
         for r in missing:
             if store.check([f"longhorn/asks/{r}"]):
                 store.set(f"longhorn/{store.get(f'longhorn/asks/{r}').decode()}", name)
@@ -309,26 +312,32 @@ def first_loss(forward, config, data, device):
 def find_micro_batch_size(model, config, data):
     """Halve micro_batch_size until forward and backward fit in memory on every process, next to the gradients and
     AdamW's state."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    device = parameters[0].device
     if config.parallel != "ddp":
         raise ConfigError(f"auto_micro_batch: the micro-batch size cannot be probed with parallel={config.parallel}: "
                           "set --micro_batch_size")
-    config.micro_batch_size = min(config.micro_batch_size, data.sequences_per_step // world_size() or 1)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    device = parameters[0].device
     reserved_bytes = 3 * sum(p.numel() * p.element_size() for p in parameters)
-    while True:
-        try:
-            reserved = torch.empty(reserved_bytes, dtype=torch.uint8, device=device)  # noqa: F841
-            torch.autograd.grad(first_loss(model, config, data, device), parameters, allow_unused=True)
-            break
-        except (RuntimeError, MemoryError) as error:
-            if config.micro_batch_size == 1 or not is_out_of_memory(error):
-                raise
-        reserved = None  # noqa: F841  outside the except block, where the traceback keeps the activations alive
+    config.micro_batch_size = min(config.micro_batch_size, data.sequences_per_step // world_size() or 1)
+    while not fits(model, config, data, parameters, reserved_bytes):
         if device.type == "cuda":
             torch.cuda.empty_cache()
         config.micro_batch_size //= 2
     config.micro_batch_size = min(all_gather(config.micro_batch_size))
+
+
+def fits(model, config, data, parameters, reserved_bytes):
+    """True if forward and backward of a micro-batch find memory beside `reserved_bytes`. Raises the error of a single
+    sequence. A function of its own: an error's traceback keeps the activations alive until it returns."""
+    device = parameters[0].device
+    try:
+        reserved = torch.empty(reserved_bytes, dtype=torch.uint8, device=device)  # noqa: F841
+        torch.autograd.grad(first_loss(model, config, data, device), parameters, allow_unused=True)
+        return True
+    except (RuntimeError, MemoryError) as error:
+        if config.micro_batch_size == 1 or not is_out_of_memory(error):
+            raise
+        return False
 
 
 def micro_batches(forward, config, data, step):
@@ -382,15 +391,24 @@ def who_is_missing(error):
     thread = threading.Thread(target=call, daemon=True)  # a store whose process hangs would never return
     thread.start()
     thread.join(ROLL_CALL_SECONDS)
-    missing = [r for r in range(world) if r not in present] if reached else [0]  # rank 0, or torchrun, holds the store
-    who = (f"no answer from rank {', '.join(map(str, missing))} within {ROLL_CALL_SECONDS:g} s" if missing else
-           "all others answer again")
+    missing = [0]  # rank 0, or torchrun, holds the store
+    if reached:
+        missing = [r for r in range(world) if r not in present]
+    who = "all others answer again"
+    if missing:
+        who = f"no answer from rank {listed(missing)} within {ROLL_CALL_SECONDS:g} s"
     return (f"rank {this_rank} on {platform.node()}: {who} ({first_line(error)}); continue from the last checkpoint "
             "with the same command and --resume=auto; torchrun --max-restarts does that by itself")
 
 
-def first_line(error, limit=200):
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:limit]
+def listed(ranks):
+    return ", ".join(map(str, ranks))
+
+
+def first_line(error):
+    """At most 200 characters of an error's message."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200]
 
 
 def exit_retryable(prog, error):

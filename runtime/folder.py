@@ -98,7 +98,7 @@ class Folder:
             wait = min(LOCK_SECONDS, 30 * self.config.timeout_minutes)
             with writing_to(self.out):
                 self.lock = lock_run_dir(self.out, 0 if self.config.resume == "never" else wait)
-                self.aside = records.move_aside(self.out, begin=False)
+                self.aside = records.finish_moving(self.out)
         distributed.barrier()
         return self
 
@@ -250,8 +250,7 @@ class Folder:
         ours = {"steps": meta["step"], "seed": meta["config"]["seed"], "best_val_loss": best,
                 "code": meta["code_versions"][-1]}
         with contextlib.suppress(records.BadRecord):
-            result = records.read_json(self.out / "result.json")
-            return all(result.get(key, value) == value for key, value in ours.items())
+            return ours.items() <= records.read_json(self.out / "result.json").items()
         return False
 
     def began_before(self):

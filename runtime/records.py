@@ -83,21 +83,27 @@ def fields(subject="its records"):
         raise BadRecord(f"{subject} {'lack' if isinstance(error, KeyError) else 'are damaged:'} {error}") from None
 
 
-def max_bad_steps(folder):
-    """After how many steps in a row without a finite loss and gradient a run gives up. Raises BadRecord."""
-    with fields():
-        return read_json(Path(folder) / "config.json")["config"].get("max_bad_steps", 10)
-
-
 def finished_records(folder):
     """A run's result.json and config.json, as dicts. Raises BadRecord if the run is not finished or one is damaged."""
-    if not os.path.lexists(Path(folder) / "result.json"):
-        events = read_log(folder)
-        skipped = {e["step"] for e in events if e.get("event") == "skipped"}
-        if skipped and skipped.issuperset(range(events[-1]["step"], events[-1]["step"] - max_bad_steps(folder), -1)):
-            raise BadRecord(f"it diverged: loss or gradient not finite up to step {events[-1]['step']}")
-        raise BadRecord(f"not finished (step {events[-1]['step']})" if events else "not run")
-    return read_json(Path(folder) / "result.json"), read_json(Path(folder) / "config.json")
+    result, config = (Path(folder) / name for name in ("result.json", "config.json"))
+    if not os.path.lexists(result):
+        raise BadRecord(why_unfinished(folder))
+    return read_json(result), read_json(config)
+
+
+def why_unfinished(folder):
+    """In words, how far a run without a result came. Raises BadRecord."""
+    events = read_log(folder)
+    if not events:
+        return "not run"
+    last = events[-1]["step"]
+    skipped = {event["step"] for event in events if event.get("event") == "skipped"}
+    if skipped:
+        with fields():
+            most = read_json(Path(folder) / "config.json")["config"]["max_bad_steps"]
+            if skipped.issuperset(range(last - most + 1, last + 1)):
+                return f"it diverged: loss or gradient not finite up to step {last}"
+    return f"not finished (step {last})"
 
 
 def is_finished(folder):
@@ -115,16 +121,17 @@ def run_files(folder):
     return [path for path in Path(folder).glob("*") if re.fullmatch(names, path.name)]
 
 
-def move_aside(folder, begin=True):
-    """Move an earlier run's files in `folder` into its subfolder earlier-1, earlier-2 ..., and return that.
+def move_aside(folder):
+    """Move an earlier run's files in `folder` into its subfolder earlier-1, earlier-2 ..., and return that."""
+    Path(folder, MOVING).mkdir(exist_ok=True)
+    return finish_moving(folder)
 
-    begin=False finishes a move that a kill interrupted, and returns None if there is none. Until then the remaining
-    files do not count as a run (checkpoint.candidates).
-    """
+
+def finish_moving(folder):
+    """Finish what `move_aside` began, also if a kill interrupted it; None if there is nothing to finish. Until then the
+    remaining files do not count as a run (checkpoint.candidates)."""
     moving = Path(folder, MOVING)
-    if begin:
-        moving.mkdir(exist_ok=True)
-    elif not moving.is_dir():
+    if not moving.is_dir():
         return None
     for path in run_files(folder):
         os.rename(path, moving / path.name)
@@ -133,11 +140,15 @@ def move_aside(folder, begin=True):
 
 def _free(folder, name):
     """The first path of `name` with 1, 2 ... in place of {} that does not exist."""
-    return next(path for n in itertools.count(1) if not (path := Path(folder, name.format(n))).exists())
+    for n in itertools.count(1):
+        path = Path(folder, name.format(n))
+        if not path.exists():
+            return path
 
 
 def _finite(record):
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    """The record with None for numbers that JSON cannot hold, at its top level."""
+    return {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
 
 
 def read_log(folder, event=None):
@@ -148,15 +159,15 @@ def read_log(folder, event=None):
 def _read_lines(folder):
     """(the events in log.jsonl; the numbers of its damaged lines, from 1, without a torn last one)."""
     path, events, damaged = Path(folder) / "log.jsonl", [], []
-    *lines, last = regular(path).read_text(errors="replace").split("\n") if path.exists() else [""]
-    for number, line in enumerate([*lines, *[last] * bool(last)], 1):
+    lines = regular(path).read_text(errors="replace").split("\n") if path.exists() else []
+    for number, line in enumerate(lines, 1):
         try:
             event = json.loads(line)
         except (ValueError, RecursionError):
             event = None
         if isinstance(event, dict) and type(event.get("step")) is int:
             events.append(event)
-        elif number <= len(lines):
+        elif number < len(lines):  # the last one is empty, or torn by a kill
             damaged.append(number)
     return events, damaged
 
@@ -164,10 +175,11 @@ def _read_lines(folder):
 def log_until(folder, step, crc32=None):
     """([the lines of log.jsonl up to `step`, as bytes], their CRC-32, a phrase about damaged lines, or about a CRC-32
     that is not that of the checkpoint; "" if all is well)."""
-    path, (events, damaged) = Path(folder) / "log.jsonl", _read_lines(folder)
-    lines, actual, wrong = [json.dumps(e).encode() for e in events if e["step"] <= step], 0, ""
-    for line in lines:
-        actual = zlib.crc32(line, actual)
+    path = Path(folder) / "log.jsonl"
+    events, damaged = _read_lines(folder)
+    lines = [json.dumps(event).encode() for event in events if event["step"] <= step]
+    actual = zlib.crc32(b"".join(lines))
+    wrong = ""
     if damaged:
         wrong = f"{len(damaged)} lines of {path} are damaged (the first is line {damaged[0]}) and left out"
     elif crc32 not in (None, actual):
@@ -242,16 +254,21 @@ def code_identity():
     sources, keeps the identity; an edited mixer changes it.
     """
     root, current = Path(__file__).resolve().parents[1], os.getcwd()
-    files = {os.path.split(os.path.join(current, m.__file__)) for m in list(sys.modules.values())
-             if getattr(m, "__file__", None)}
-    paths = {path / name for folder, name in files if name.endswith(".py") for path in _in_project(folder)}
-    paths = {path.as_posix() for path in paths if (root / path).exists()}  # PyTorch names some that do not
-    headers = {path.relative_to(root).as_posix() for path in (root / "kernels").glob("*.h")}
-    names = sorted(name for name in paths.union(NATIVE_SOURCES, headers) if not name.startswith(NO_TRACE))
-    contents = {name: (root / name).read_bytes() for name in names}
-    files = {name: hashlib.sha256(content).hexdigest()[:12] for name, content in contents.items() if content}
-    return {"code": "v2" + hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:10],
-            "code_files": files}
+    paths = set(NATIVE_SOURCES)
+    paths.update(path.relative_to(root).as_posix() for path in (root / "kernels").glob("*.h"))
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None) or ""
+        if file.endswith(".py"):
+            folder, name = os.path.split(os.path.join(current, file))
+            paths.update((path / name).as_posix() for path in _in_project(folder))
+    files = {}
+    for name in sorted(paths):
+        if not name.startswith(NO_TRACE) and (root / name).exists():  # PyTorch names some that do not
+            content = (root / name).read_bytes()
+            if content:
+                files[name] = hashlib.sha256(content).hexdigest()[:12]
+    code = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:10]
+    return {"code": f"v2{code}", "code_files": files}
 
 
 def changed_files(before, now):
@@ -262,28 +279,26 @@ def changed_files(before, now):
 def is_of_run(record, versions):
     """False if a config.json is another run's than the checkpoint with these versions of the code (None: not known).
     It may have more of them, if the run was resumed in other code and has not saved since."""
-    ran = record.get("code_versions") or [record["environment"]["code"]]
-    return not versions or ran[:len(versions)] == versions
+    return not versions or record["code_versions"][:len(versions)] == versions
 
 
 def code_since(folder, versions=None):
     """A line if what computes the model has changed since the run in `folder` was trained, with the way back; "" if
     not, or if its config.json does not say. Another line if that is another run's (see is_of_run)."""
-    try:
-        with fields():
-            record = read_json(Path(folder) / "config.json")
-            ran_in = record["environment"]
-            if not is_of_run(record, versions):
-                return (f"{folder}/config.json is not of this checkpoint: it names code {ran_in['code']}, the "
-                        f"checkpoint {', then '.join(versions)}; so this may be another model")
-            changed = changed_files(ran_in["code_files"], code_identity()["code_files"])
-            back = f"go back with git checkout {ran_in['commit']}" if ran_in["commit"] else "its commit is not recorded"
-            back += " (it had uncommitted changes)" if ran_in["uncommitted_changes"] else ""
-    except BadRecord:
-        return ""
-    changed = [path for path in changed if not path.startswith(MACHINERY)]
-    return (f"the code has changed since {folder} was trained ({', '.join(changed)}), so this may be another model: "
-            f"{back}") if changed else ""
+    with contextlib.suppress(BadRecord), fields():
+        record = read_json(Path(folder) / "config.json")
+        ran_in = record["environment"]
+        if not is_of_run(record, versions):
+            return (f"{folder}/config.json is not of this checkpoint: it names code {ran_in['code']}, the checkpoint "
+                    f"{', then '.join(versions)}; so this may be another model")
+        changed = changed_files(ran_in["code_files"], code_identity()["code_files"])
+        changed = [path for path in changed if not path.startswith(MACHINERY)]
+        back = f"go back with git checkout {ran_in['commit']}" if ran_in["commit"] else "its commit is not recorded"
+        edited = " (it had uncommitted changes)" if ran_in["uncommitted_changes"] else ""
+        if changed:
+            return (f"the code has changed since {folder} was trained ({', '.join(changed)}), so this may be another "
+                    f"model: {back}{edited}")
+    return ""
 
 
 def code_version():
@@ -311,17 +326,19 @@ def environment():
     identity = code_identity()
     if edited := changed_files(files_at_start, identity["code_files"]):
         raise ConfigError(f"{', '.join(edited)} was edited while this program was starting: start it again")
-    return {**identity, **code_version(),
-            "command": shlex.join([Path(sys.executable).name, *sys.argv]), "python": platform.python_version(),
-            "torch": torch.__version__, "system": platform.platform(), "cpu": cpu_model(), "cores": os.cpu_count(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-            "cuda": torch.version.cuda if torch.cuda.is_available() else None}
+    gpu = torch.cuda.is_available()
+    return {
+        **identity, **code_version(), "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "python": platform.python_version(), "torch": torch.__version__, "system": platform.platform(),
+        "cpu": cpu_model(), "cores": os.cpu_count(), "gpu": torch.cuda.get_device_name() if gpu else None,
+        "cuda": torch.version.cuda if gpu else None,
+    }
 
 
 def cpu_model():
     """The processor's name as the system gives it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        name = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if name:
+            return name[1]
+    return platform.processor() or platform.machine()
