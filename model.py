@@ -49,7 +49,7 @@ from initialisation import (
     values,
     xavier,
 )
-from kernels import build
+from kernels import choose
 from kernels.linear_attention import gated_linear_attention
 from kernels.ops import attention, causal_conv1d, conv_state, cross_entropy, documents, linear_cross_entropy, rms_norm
 from kernels.scan import longhorn_scan, selective_scan
@@ -112,15 +112,15 @@ class ModelConfig:
         return sum(len(FAMILIES[family]) for family in self.families)
 
 
-MIX_TOKENS = (None, *build.BODIES)  # values of a mixer's `operator` that work with --documents=pack
-BACKENDS = ("", *build.BACKENDS)
+MIX_TOKENS = (None, *choose.BODIES)  # values of a mixer's `operator` that work with --documents=pack
+BACKENDS = ("", *choose.BACKENDS)
 
 # -------------------------------------------------------------------------------------------------------------- mixers
 # A mixer is an nn.Module built from (config, layer index). Its constructor sets how each parameter starts
 # (initialisation.py). Then it has:
 #   forward(x, state=None) -> (y, state)  x, y (B, T, n_embd); state: tensors (B, ...); None: start empty, keep none
 #   initial_state(batch_size, device)     the state before the first token; mixers without it have forward(x) -> y
-#   operator                              the operator that mixes tokens, a key of kernels.build.BODIES, which also
+#   operator                              the operator that mixes tokens, a key of kernels.choose.BODIES, which also
 #                                         gives the FLOPs (inspection/counting.py); without an operator set `flops`
 
 

@@ -31,8 +31,8 @@ sys.path.insert(0, str(ROOT))
 from bench import measure, scan_cuda  # noqa: E402
 from bench.measure import DTYPES, LeftOut, imported, in_one_line, leaves, values_and_gradients  # noqa: E402
 from common.errors import ConfigError, main_error  # noqa: E402
-from kernels import build as kernels  # noqa: E402
-from kernels import ops  # noqa: E402
+from kernels import build as native  # noqa: E402
+from kernels import choose, launch, ops  # noqa: E402
 from runtime.records import read_json  # noqa: E402
 
 PACKAGES = {"mamba_ssm": "mamba_ssm.ops.selective_scan_interface", "fla": "fla.ops.gla", "flash_attn": "flash_attn",
@@ -55,7 +55,7 @@ TIMED = [(64, 1024, 1536, 16), (64, 1024, 1536, 64), (8, 4096, 1536, 16)]
 TINY = [(2, 64, 64, 16)]  # in place of TIMED in a dry run
 VARIANTS = ["", "FORWARD_BLOCKS=3", "FORWARD_BLOCKS=5", "BACKWARD_BLOCKS=2", "STAGES=4", "KEYS=8",
             "LONGER=1",  # values for constants in longhorn_scan.cu
-            # whether T is split, and how finely: build.cuda_segments
+            # whether T is split, and how finely: launch.cuda_segments
             "SPLIT_BELOW=0", "SPLIT_BELOW=1", "FILL=2", "FILL=4"]
 LAST_VARIANT_S = 20  # a variant is compiled and timed in so many seconds
 
@@ -114,10 +114,10 @@ def keys(properties):
     architecture = f"sm_{properties.major}{properties.minor}"
     room = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
     found = {}
-    for dtype in kernels.DTYPES:
-        for update in kernels.UPDATES:
+    for dtype in choose.DTYPES:
+        for update in launch.UPDATES:
             for size in BENCHMARKED + TESTED:
-                layout = kernels.cuda_shape(update, *size, *room, update != "exact")
+                layout = launch.cuda_shape(update, *size, *room, update != "exact")
                 found[update, dtype, layout, architecture] = None
         for width in CONV_WIDTHS:
             found["conv", dtype, (width,), architecture] = None
@@ -127,14 +127,14 @@ def keys(properties):
 def build(run):
     """One kernel by itself, as long as a user waits, then all in parallel."""
     if run.dry_run:  # those for the CPU
-        run.emit(kernels=1, seconds=kernels.build()[1])
+        run.emit(kernels=1, seconds=native.build()[1])
         return
     wanted = keys(run.gpu.properties)
     start = time.perf_counter()
-    first_s = kernels.build_cuda(*wanted[0])[1]
+    first_s = native.build_cuda(*wanted[0])[1]
     run.emit(first_kernel_seconds=first_s)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        jobs = {key: pool.submit(kernels.build_cuda, *key) for key in wanted}
+        jobs = {key: pool.submit(native.build_cuda, *key) for key in wanted}
     failed = [f"{key}: {in_one_line(job.exception())}" for key, job in jobs.items() if job.exception()]
     seconds = time.perf_counter() - start
     run.emit(kernels=len(jobs) - len(failed), seconds=seconds)

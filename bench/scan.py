@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from bench import measure  # noqa: E402
 from bench.measure import DTYPES, EPS, leaves, make_inputs  # noqa: E402
 from common.errors import main_error  # noqa: E402
-from kernels import build  # noqa: E402
+from kernels import build, choose  # noqa: E402
 from kernels.scan import longhorn_scan, longhorn_scan_ref  # noqa: E402
 
 PASSES = ("forward", "forward_backward")
@@ -209,7 +209,7 @@ def main(argv=None):
     B, D, N, dtype = args.B or (1 if args.memory else 8), args.D or 512, args.N or 16, DTYPES[args.dtype or "float32"]
     if args.threads:
         torch.set_num_threads(args.threads)
-    if reason := build.unavailable("cpu"):
+    if reason := choose.unavailable("cpu"):
         sys.exit(f"bench/scan.py: the native kernels cannot run here, so there is nothing to measure: {reason}")
     benchmark = "scan_memory" if args.memory else "scan"
     saved = ROOT / "results" / benchmark.replace("scan", "scan_cpu")

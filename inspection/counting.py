@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 from torch.optim.swa_utils import AveragedModel
 
-from kernels import build
+from kernels import choose
 from model import Branch, tensors_of, where_is
 
 
@@ -178,8 +178,8 @@ def computed_by(model):
     for branch in running_branches(model):
         device = next(model.parameters()).device.type
         operator = getattr(branch.mixer, "operator", type(branch.mixer).__name__)
-        if operator in build.BODIES:
-            operator += f" ({build.choose(operator, model.config.backend, device)})"
+        if operator in choose.BODIES:
+            operator += f" ({choose.choose(operator, model.config.backend, device)})"
         words[operator] = None
     return ", ".join(filter(None, words)) or "nothing"
 

@@ -26,7 +26,7 @@ from inspection.toys import (
     repeated,
     through_state,
 )
-from kernels import build, ops
+from kernels import choose, ops
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -85,8 +85,8 @@ def described(error):
 def which_operator(toy, plain, batch, tally):
     """The operator whose two versions differ, with their places; else the mixers that differ, or the model."""
     trains = gradients(toy, loss_alone, batch)
-    for op in build.BODIES:
-        with build.plain(op):
+    for op in choose.BODIES:
+        with choose.plain(op):
             slow = gradients(toy, loss_alone, batch)
         if tally.excess(slow, trains)[0] > 0.5 if is_finite(trains) else is_finite(slow):
             return operator_places(toy, op)
@@ -109,13 +109,13 @@ def operator_places(toy, op):
         with ops.documents(starts), contextlib.suppress(Exception):  # what does not run alone is left out
             output_and_gradients(part, x)  # shapes are checked at the first call only
             fast, by_kernels = functions_of(output_and_gradients, part, x)
-            with build.plain(op):
+            with choose.plain(op):
                 slow, by_loops = functions_of(output_and_gradients, part, x)
             if max(differences(fast, slow).values()) > LEAST:
                 exact = exact or getattr(part.part, "exact", False)
                 ran[0].update(by_kernels), ran[1].update(by_loops)
     places = []
-    for table, mine, others in zip(build.BODIES[op], ran, ran[::-1], strict=True):
+    for table, mine, others in zip(choose.BODIES[op], ran, ran[::-1], strict=True):
         file, _, names = (table.replace("Longhorn", "Exact") if exact else table).partition(": ")
         more = [f for f in mine if f not in others and f.partition(": ")[2] not in names.split(", ")]
         files = {file: [n for n in names.split(", ") if f"{file}: {n}" in mine or not more or file.endswith(".cu")]}
@@ -146,15 +146,15 @@ def functions_of(run, *args):
 def which_state(toy, batch, tally):
     """The operator whose plain version keeps the right state, else the mixers that differ through the state."""
     def agrees(*plain):
-        with build.plain(*plain):
+        with choose.plain(*plain):
             with torch.no_grad():
                 ys = {"the logits": through_state(toy, batch[0])}, {"the logits": toy(batch[0])[0]}
             both = [ys, [gradients(toy, loss, batch) for loss in (loss_through_state, loss_of_whole)]]
             return all(tally.excess(got, wanted)[0] < 1 for got, wanted in both)
 
-    for op in build.BODIES if toy.config.backend != "torch" else ():
+    for op in choose.BODIES if toy.config.backend != "torch" else ():
         if agrees(op):
-            return f"{' and '.join(build.BODIES[op])} ({op})"
+            return f"{' and '.join(choose.BODIES[op])} ({op})"
     if toy.config.documents == "pack":
         with packing(False, toy):
             if agrees():
@@ -196,10 +196,10 @@ def which_by_gradients(toy, batch):
         with torch.enable_grad(), repeated(toy):
             return apart(run(*args), without)
 
-    for op in build.BODIES if toy.config.backend != "torch" else ():
-        with build.plain(op):
+    for op in choose.BODIES if toy.config.backend != "torch" else ():
+        with choose.plain(op):
             if not differs(loss_alone, toy, *batch):
-                return f"{' and '.join(build.BODIES[op])} ({op})"
+                return f"{' and '.join(choose.BODIES[op])} ({op})"
     return who(toy, lambda module: differs(lambda x: module(x)[0], random_rows(toy)))
 
 

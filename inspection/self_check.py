@@ -57,7 +57,7 @@ from inspection.toys import (
     through_state,
     toys,
 )
-from kernels import build, ops
+from kernels import build, choose, ops
 
 SCANS = ("longhorn_scan", "selective_scan")
 FACTOR = 10
@@ -86,7 +86,7 @@ def self_check(model, dtype=torch.float32, compiled=False):
     torch.set_float32_matmul_precision("highest")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), constants(SHORT):
         try:
-            with build.without_libraries() if in_16_bits else contextlib.nullcontext():
+            with choose.without_libraries() if in_16_bits else contextlib.nullcontext():
                 toy, plain, batch = toys(model, device)
                 way_out = "correct that"
                 packed = getattr(model.config, "documents", "join") == "pack"
@@ -200,7 +200,7 @@ def compare_training(toy, plain, batch, varies, compiled):
         raise ConfigError(f"self-check: the loss of a small version of this model is {float(trains['the loss'])}, or "
                           f"its gradient has no numbers: {locate.first_nan(toy, batch)}: correct that, or {OFF}")
     tally = Tally(toy, rounding(plain, batch, slow))
-    fast = backend or ("native" if build.unavailable(batch[0].device.type) is None else "the fastest")
+    fast = backend or ("native" if choose.unavailable(batch[0].device.type) is None else "the fastest")
     operators = f"{fast} and plain operators"
     of_operator = lambda: locate.which_operator(toy, plain, batch, tally)
     if not is_finite(trains):
@@ -216,9 +216,9 @@ def compare_training(toy, plain, batch, varies, compiled):
     ways = lambda: two_losses(toy)
     tally.agree("the loss alone and from logits", gradients(toy, loss_of_logits, batch), trains, ways, LOGITS)
     with torch.no_grad():
-        with repeated(toy), build.plain("linear_cross_entropy"):
+        with repeated(toy), choose.plain("linear_cross_entropy"):
             got = {"the loss": loss_alone(toy, *batch)}
-        both = " and ".join(reversed(build.BODIES["linear_cross_entropy"]))
+        both = " and ".join(reversed(choose.BODIES["linear_cross_entropy"]))
         tally.agree("the loss alone and from logits", got, trains, lambda: both, LOGITS)
     tally.agree(operators, slow, trains, of_operator, TORCH)
     toy.train(varies), plain.train(varies)  # the other mode
@@ -234,7 +234,7 @@ def compare_training(toy, plain, batch, varies, compiled):
         x, op = random_rows(toy, 4 * build.CHUNK + 8)[:1], mixer.operator
         with ops.documents(document_starts(x) if toy.config.documents == "pack" else None):
             fast = output_and_gradients(locate.Alone(mixer), x)
-            with build.plain(op), constants(IN_ONE):
+            with choose.plain(op), constants(IN_ONE):
                 slow = output_and_gradients(locate.Alone(mixer), x)
         tally.agree(operators, slow, fast, lambda op=op: locate.operator_places(toy, op), TORCH)
     return tally
@@ -338,12 +338,12 @@ def compare_rounded(toy, plain, batch, dtype):
             compare_rounded_paths(toy, plain, [a[:1] for a in batch], number)
             return f"in {number} to {times:.1f} times the plain operators' rounding"
         name, left = max(trained, key=trained.get), {}
-        for op in build.BODIES:
-            with build.plain(op):
+        for op in choose.BODIES:
+            with choose.plain(op):
                 left[op] = size(errors(toy))
         op = min(left, key=left.get)
-        fast, slow = build.places(op, toy.config.backend, device, dtype)
-    way_out = TORCH if fast == build.BODIES[op][0] else f"train with --backend={device}, which calls no other library"
+        fast, slow = choose.places(op, toy.config.backend, device, dtype)
+    way_out = TORCH if fast == choose.BODIES[op][0] else f"train with --backend={device}, which calls no other library"
     raise ConfigError(f"self-check: in {number} {fast} and {slow} ({op}) disagree by {trained[name]:.0e} in {name}, "
                       f"{times:.0f} times the rounding of plain operators: {way_out}")
 

@@ -63,7 +63,7 @@ def wrong_gradients(op):
 
 
 def call(op, *args, **kwargs):
-    """Call the library's function for `op`; `build.choose` has checked that it can be loaded."""
+    """Call the library's function for `op`; `choose.choose` has checked that it can be loaded."""
     _, module, name, _ = LIBRARIES[op]
     return getattr(sys.modules[module], name)(*args, **kwargs)  # not by `load`: torch.compile warns about its cache
 

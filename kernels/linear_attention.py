@@ -26,7 +26,7 @@ between every two tokens of a chunk: the difference of two running sums would ca
     ridge       L           (H, K)        added to the diagonal of H in Mesa, > 0
     state       S           (B, H, K, V)  float32; wkv4: (num, den, max), (B, D) each; Mesa: (H, U)
 
-On a GPU flash-linear-attention's kernels run if installed (`build.choose`).
+On a GPU flash-linear-attention's kernels run if installed (`choose.choose`).
 
     python -m pytest tests/test_linear_attention.py
 """
@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common import torch_private
-from kernels import build, fused, ops
+from kernels import build, choose, fused, ops
 
 CHUNK = 64  # steps: the fastest of 16, 32, 64, 128 for retention and the delta rule at width 64
 GLA_CHUNK = 32  # a power of two, for the halving; 16 and 64 take a tenth longer
@@ -295,7 +295,7 @@ def wkv4(k, v, decay, bonus, state=None, backend=None):
 def _run(op, backend, loop, chunks, timed, constants, state, library=None, library_cannot=None):
     """Run the chosen body. loop and chunks take (*timed, *constants, state); `timed` are tensors (B, T, ...)."""
     v, packed = timed[1], ops.documents_of(timed[1]) if state is None else None
-    chosen = build.choose(op, backend, v.device.type, build.compute_dtype(v), library_cannot=library_cannot)
+    chosen = choose.choose(op, backend, v.device.type, choose.compute_dtype(v), library_cannot=library_cannot)
     if packed is not None and chosen == "torch":
         with ops.documents(None):
             one_document = lambda *rows: _run(op, backend, loop, chunks, rows, constants, None)[0]
@@ -637,7 +637,7 @@ def _wkv4(k, v, decay, bonus, state):
 # -------------------------------------------------------------------------------------------------- the fused library
 
 def _call_fused(op, q, k, v, state, **rest):
-    dtype, wanted = v.dtype, build.compute_dtype(v)
+    dtype, wanted = v.dtype, choose.compute_dtype(v)
     q, k, v = (a.to(wanted) for a in (q, k, v))
     if "beta" in rest:
         rest["beta"] = rest["beta"].to(wanted)
@@ -648,7 +648,7 @@ def _call_fused(op, q, k, v, state, **rest):
 
 def _fused_mesa(q, k, v, beta, log_decay, ridge, state):
     H, U = (None, None) if state is None else (a.float() for a in state)
-    given = [a.to(build.compute_dtype(v)) for a in (q, k, v)]
+    given = [a.to(choose.compute_dtype(v)) for a in (q, k, v)]
     o, H, U = fused.call("mesa", *given, log_decay.float(), beta.float(), ridge.float(), h_kk_init=H, h_kv_init=U,
                          output_final_state=True, max_CG_iteration=CG_STEPS)
     return o.to(v.dtype), (H, U)

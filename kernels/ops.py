@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common import torch_private
 from common.errors import is_out_of_memory
-from kernels import build, fused
+from kernels import build, choose, fused, launch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PIECE = 64  # steps of a loop over time between the states from which the backward recomputes
@@ -238,11 +238,11 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, reverse=False, ba
     (B, _, D), W = x.shape, weight.shape[1]
     check_shapes("causal_conv1d", f"x {tuple(x.shape)}", x.device, optional=("bias", "state"), wanted={
         "weight": (weight, (D, W)), "bias": (bias, (D,)), "state": (state, (B, W - 1, D))})
-    x = x.to(build.compute_dtype(x))
+    x = x.to(choose.compute_dtype(x))
     if backend == "fused" and (state is not None or not 2 <= W <= 4 or any(n % 8 for n in (D, *x.stride()[:2]))):
         backend = None
     cannot = f"the kernels take convolutions up to width {build.MAX_WIDTH}" if W > build.MAX_WIDTH else None
-    chosen, packed = build.choose("causal_conv1d", backend, x.device.type, x.dtype, cannot), documents_of(x)
+    chosen, packed = choose.choose("causal_conv1d", backend, x.device.type, x.dtype, cannot), documents_of(x)
     if packed is not None and state is None and chosen == "torch":
         return by_document(lambda x: _conv_torch(x, weight, bias, None, silu), [x], packed)
     if chosen == "torch":
@@ -250,7 +250,7 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, reverse=False, ba
     if chosen == "fused":
         y = flip(_conv_fused(flip(x, reverse, 1), weight, bias, silu), reverse, 1)
     else:
-        y = _conv_op(x, *map(build.cast, (weight, bias, state)), silu, reverse)
+        y = _conv_op(x, *map(launch.cast, (weight, bias, state)), silu, reverse)
     return y if packed is None or state is not None else _conv_anew(y, x, weight, bias, silu, packed)
 
 
@@ -296,25 +296,25 @@ def conv_state(x, state, W):
 
 
 def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, silu: bool, reverse: bool) -> Tensor:
-    kernels = build.Kernels(build.ConvArgs, x, W=weight.shape[1], silu=int(silu))
+    kernels = launch.Kernels(build.ConvArgs, x, W=weight.shape[1], silu=int(silu))
     kernels.reversed, state = reverse, flip(state, reverse, 0)
-    y = build.empty(x, *x.shape, dtype=kernels.dtype)
+    y = launch.empty(x, *x.shape, dtype=kernels.dtype)
     kernels("causal_conv_forward", {"x": x}, {"weight": weight, "bias": bias, "state": state}, y=y)
     return y.to(x.dtype)
 
 
 def _conv_fake(x, weight, bias, state, silu, reverse):
-    return build.empty(x, *x.shape, dtype=x.dtype)
+    return launch.empty(x, *x.shape, dtype=x.dtype)
 
 
 def _conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
                    silu: bool, reverse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias, dstate); dbias and dstate are None without a bias or state."""
     (B, T, D), W = x.shape, weight.shape[1]
-    kernels = build.Kernels(build.ConvArgs, x, W=W, silu=int(silu))
+    kernels = launch.Kernels(build.ConvArgs, x, W=W, silu=int(silu))
     kernels.reversed, rows, state = reverse, B * kernels.segments, flip(state, reverse, 0)
-    dx, dweight = build.empty(x, B, T, D, dtype=kernels.dtype), build.empty(x, rows, W, D)
-    dbias = build.empty(x, rows, D) if bias is not None else None
+    dx, dweight = launch.empty(x, B, T, D, dtype=kernels.dtype), launch.empty(x, rows, W, D)
+    dbias = launch.empty(x, rows, D) if bias is not None else None
     dstate = torch.zeros(state.shape, device=x.device) if state is not None else None  # zeros: T may be 0
     kernels("causal_conv_backward", {"x": x, "dy": dy}, {"weight": weight, "bias": bias, "state": state},
             dx=dx, dweight=dweight, dbias=dbias, dstate=dstate)
@@ -341,9 +341,9 @@ def rms_norm(x, weight, eps=1e-5, backend=None):
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"rms_norm: x must be (..., D) with D at least 1, got {tuple(x.shape)}")
     check_shapes("rms_norm", f"x {tuple(x.shape)}", x.device, {"weight": (weight, tuple(x.shape[-1:]))})
-    out = build.compute_dtype(x)
+    out = choose.compute_dtype(x)
     native = x.device.type == "cpu" and {x.dtype, out} <= {torch.float32, torch.bfloat16}
-    if not native or build.choose("rms_norm", backend, "cpu") == "torch":
+    if not native or choose.choose("rms_norm", backend, "cpu") == "torch":
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(out)
     return _rms_norm_op(x, weight.float(), eps, out)[0]
 
@@ -359,8 +359,8 @@ def _norm_args(x, dtype, eps):
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(y, 1 / root mean square of each row)."""
     args, x, weight = _norm_args(x, dtype, eps), x.contiguous(), weight.contiguous()
-    y, rstd = build.empty(x, *x.shape, dtype=dtype), build.empty(x, *x.shape[:-1])
-    build.library().rms_norm_forward_cpu(build.point(args, x=x, weight=weight, y=y, rstd=rstd))
+    y, rstd = launch.empty(x, *x.shape, dtype=dtype), launch.empty(x, *x.shape[:-1])
+    build.library().rms_norm_forward_cpu(launch.point(args, x=x, weight=weight, y=y, rstd=rstd))
     return y, rstd
 
 
@@ -372,8 +372,8 @@ def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, dtype:
                        rstd: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, dweight)."""
     args, x, dy, weight = _norm_args(x, dy.dtype, eps), x.contiguous(), dy.contiguous(), weight.contiguous()
-    dx, dweight = build.empty(x, *x.shape, dtype=x.dtype), build.empty(x, args.tasks, args.D)
-    pointers = build.point(args, x=x, dy=dy, weight=weight, rstd=rstd, dx=dx, dweight=dweight)
+    dx, dweight = launch.empty(x, *x.shape, dtype=x.dtype), launch.empty(x, args.tasks, args.D)
+    pointers = launch.point(args, x=x, dy=dy, weight=weight, rstd=rstd, dx=dx, dweight=dweight)
     build.library().rms_norm_backward_cpu(pointers)
     return dx, dweight.sum(0)
 
@@ -409,7 +409,7 @@ def attention(q, k, v, window=None, backend=None):
         with documents(None):
             one_document = lambda *rows: attention(*swap(*rows), window=window, backend=backend).transpose(1, 2)
             return by_document(one_document, swap(q, k, v), packed).transpose(1, 2)
-    chosen = build.choose("attention", backend, q.device.type, q.dtype)
+    chosen = choose.choose("attention", backend, q.device.type, q.dtype)
     if chosen == "torch":
         return _softmax_attention(q, k, v, window)
     if chosen == "fused":
@@ -467,8 +467,8 @@ def linear_cross_entropy(x, weight, targets, backend=None):
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1] or targets.shape != x.shape[:-1]:
         raise ValueError("linear_cross_entropy: x must be (..., D), weight (V, D) and targets (...), got x "
                          f"{tuple(x.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}")
-    dtype = build.compute_dtype(x)
-    if build.choose("linear_cross_entropy", backend, x.device.type) == "torch":
+    dtype = choose.compute_dtype(x)
+    if choose.choose("linear_cross_entropy", backend, x.device.type) == "torch":
         return cross_entropy(F.linear(x.to(dtype), weight.to(dtype)), targets)
     train = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common import torch_private
-from kernels import build, fused, ops
+from kernels import build, choose, fused, launch, ops
 
 _passed = set()  # kinds of arguments that have passed _check_all, see _check
 MAX_EXPONENT = 88.0  # exp() of more overflows float32, and inf * 0 would make the gradient NaN; eps is 0 there anyway
@@ -147,7 +147,7 @@ def selective_scan(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_sof
     if backend == "fused":
         if return_last_state or h0 is not None or cu_seqlens is not None or ops.documents_of(u) is not None:
             backend = None
-        elif build.choose("selective_scan", backend, u.device.type, u.dtype) == "fused":
+        elif choose.choose("selective_scan", backend, u.device.type, u.dtype) == "fused":
             u, delta, B, C, z = (ops.flip(a, reverse, 1) for a in (u, delta, B, C, z))
             return ops.flip(_mamba_ssm(u, delta, A, B, C, D, z, delta_bias, delta_softplus), reverse, 1)
     update = "mamba_softplus" if delta_softplus else "mamba"
@@ -167,7 +167,7 @@ def selective_scan_ref(*args, **kwargs):
 
 @torch_private.not_compiled  # a C++ extension, opaque to the compiler
 def _mamba_ssm(u, delta, A, B, C, D, z, delta_bias, softplus):
-    dtype = build.compute_dtype(u)
+    dtype = choose.compute_dtype(u)
     u, delta, B, C, z = (None if a is None else a.to(dtype).transpose(1, 2) for a in (u, delta, B, C, z))  # (B, D, T)
     A, D, delta_bias = (None if a is None else a.float() for a in (A, D, delta_bias))
     return fused.call("selective_scan", u, delta, A, B, C, D, z, delta_bias, delta_softplus=softplus).transpose(1, 2)
@@ -181,19 +181,19 @@ def _run(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, reverse, backend
         return y.view_as(x), None
     rows = [x, dt, k, q, z]
     common = functools.reduce(torch.promote_types, {a.dtype for a in rows if a is not None})
-    device, out = x.device.type, build.compute_dtype(x)
+    device, out = x.device.type, choose.compute_dtype(x)
     if common != torch.float64:
-        common = build.autocast_dtype(device) or common
-    x, dt, k, q, z = [build.cast(a, common) for a in rows]
+        common = choose.autocast_dtype(device) or common
+    x, dt, k, q, z = [launch.cast(a, common) for a in rows]
     op = "selective_scan" if update.startswith("mamba") else "longhorn_scan"
-    if build.choose(op, backend, device, common) == "torch":
+    if choose.choose(op, backend, device, common) == "torch":
         y, hT = _scan_torch(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, reverse)
     else:
-        A, D, dt_bias, h0 = map(build.cast, (A, D, dt_bias, h0))
+        A, D, dt_bias, h0 = map(launch.cast, (A, D, dt_bias, h0))
         tensors = (x, dt, k, q, A, D, z, dt_bias, h0)
         save = torch.is_grad_enabled() and any([a is not None and a.requires_grad for a in tensors])
         y, hT, _ = _scan_op(*tensors, cu_seqlens, update, save, reverse)
-    return build.cast(y, out), hT
+    return launch.cast(y, out), hT
 
 
 def _check(*args, cu_seqlens, mamba=False):
@@ -254,7 +254,7 @@ def _check_cu_seqlens(cu, B, T, device):
 def _kernels(x, k, z, cu_seqlens, update, reverse, backward=False):
     """The kernels for these arguments, and cu_seqlens in the form that they take."""
     rows = None if cu_seqlens is None else len(cu_seqlens) - 1
-    kernels = build.Kernels(build.ScanArgs, x, update.removesuffix("_softplus"), rows, z is not None,
+    kernels = launch.Kernels(build.ScanArgs, x, update.removesuffix("_softplus"), rows, z is not None,
                             backward, N=k.shape[2], softplus=int(update.endswith("_softplus")))
     kernels.reversed = reverse
     if cu_seqlens is not None:
@@ -279,22 +279,22 @@ def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tens
     kernels, cu = _kernels(x, k, z, cu_seqlens, update, reverse)
     rows, n_chunks = _sizes(x, k, cu_seqlens)
     S = kernels.segments
-    y, hT = build.empty(x, B, T, d, dtype=kernels.dtype), build.empty(x, rows * S, d, N)
-    chunks = build.empty(x, n_chunks, build.kept_states(x, N), d) if save else None
+    y, hT = launch.empty(x, B, T, d, dtype=kernels.dtype), launch.empty(x, rows * S, d, N)
+    chunks = launch.empty(x, n_chunks, launch.kept_states(x, N), d) if save else None
     inputs, h0 = {"x": x, "dt": dt, "k": k, "q": q}, ops.flip(h0, reverse, 0)
     if S > 1:
         h0 = kernels.initial_segment_states(inputs, {"A": A, "bias": dt_bias}, "longhorn_scan_segment_state", h0)
     kernels("longhorn_scan_forward", {**inputs, "z": z}, {"A": A, "skip": D, "bias": dt_bias, "h0": h0},
             y=y, hT=hT, chunks=chunks, cu=cu)
     hT = ops.flip(hT if S == 1 else hT.view(rows, S, d, N)[:, -1].clone(), reverse, 0)
-    return build.cast(y, x.dtype), hT, chunks
+    return launch.cast(y, x.dtype), hT, chunks
 
 
 def _scan_fake(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, update, save, reverse):
     (B, T, d), N = x.shape, k.shape[2]
     rows, n_chunks = _sizes(x, k, cu_seqlens)
-    chunks = build.empty(x, n_chunks, build.kept_states(x, N), d) if save else build.empty(x, 0)
-    return build.empty(x, B, T, d, dtype=x.dtype), build.empty(x, rows, d, N), chunks
+    chunks = launch.empty(x, n_chunks, launch.kept_states(x, N), d) if save else launch.empty(x, 0)
+    return launch.empty(x, B, T, d, dtype=x.dtype), launch.empty(x, rows, d, N), chunks
 
 
 T9 = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -310,9 +310,9 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
     kernels, cu = _kernels(x, k, z, cu_seqlens, update, reverse, backward=True)
     rows, _ = _sizes(x, k, cu_seqlens)
     S = kernels.segments
-    like = lambda a, *shape: None if a is None else build.empty(x, *shape)
-    dx, ddt, dz = (None if a is None else build.empty(x, B, T, d, dtype=kernels.dtype) for a in (x, dt, z))
-    dk, dq = (build.empty(x, kernels.args.splits, B, T, N) for _ in range(2))
+    like = lambda a, *shape: None if a is None else launch.empty(x, *shape)
+    dx, ddt, dz = (None if a is None else launch.empty(x, B, T, d, dtype=kernels.dtype) for a in (x, dt, z))
+    dk, dq = (launch.empty(x, kernels.args.splits, B, T, N) for _ in range(2))
     dD, dbias = like(D, rows * S, d), like(dt_bias, rows * S, d)
     dA, dh0 = like(A, rows * S, d, N), like(h0, rows * S, d, N)
     inputs, dhT = {"x": x, "dt": dt, "k": k, "q": q, "z": z, "dy": dy}, ops.flip(dhT, reverse, 0)
@@ -325,7 +325,7 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
         dh0 = dh0.view(rows, S, d, N)[:, 0].clone()
     dk, dq, dh0 = ops.flip(dk, reverse, 1, 2), ops.flip(dq, reverse, 1, 2), ops.flip(dh0, reverse, 0)
     total = lambda g: None if g is None else g.sum(0) if g.shape[0] > 1 else g[0]
-    in_rows = lambda g: build.cast(g, x.dtype)
+    in_rows = lambda g: launch.cast(g, x.dtype)
     return *map(in_rows, (dx, ddt, total(dk), total(dq))), total(dA), total(dD), in_rows(dz), total(dbias), dh0
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 
 import mixers  # noqa: F401
-from kernels import build, cuda
+from kernels import build, cuda, launch
 from kernels import linear_attention as la
 from kernels.ops import causal_conv1d
 from kernels.scan import longhorn_scan, longhorn_scan_ref, selective_scan, selective_scan_ref
@@ -309,13 +309,13 @@ def load_shim(folder, update, *key, source=None, flags=FLAGS, threads=THREADS):
 
 def use(monkeypatch, module, segments=1):
     """Have backend='cpu' launch the CUDA kernels of `module` as on a GPU, with T of a scan split into `segments`."""
-    class ShimKernels(build.Kernels):
+    class ShimKernels(launch.Kernels):
         def __init__(self, args_class, x, update=None, rows=None, gated=True, backward=False, **sizes):
             (B, T, D), self.dtype, self.device = x.shape, x.dtype, x.device
             self.module = module
             sizes |= dict(splits=-(-D // self.module.channels))
             if update is not None:
-                sizes |= dict(update=build.UPDATES.index(update)) | build.segment_sizes(T, segments)
+                sizes |= dict(update=launch.UPDATES.index(update)) | launch.segment_sizes(T, segments)
             self.segments = sizes["segments"] if update is not None else -(-T // build.CONV_TILE)
             self.aligned = 16 if update is not None and self.segments > 1 else 1
             self.args = args_class(B=rows or B, T=T, D=D, **sizes)
@@ -323,9 +323,9 @@ def use(monkeypatch, module, segments=1):
         def run(self, function):
             self.launch(function, None)
 
-    monkeypatch.setattr(build, "Kernels", ShimKernels)
-    kept_states = build.kept_states
-    monkeypatch.setattr(build, "kept_states", lambda x, N: kept_states(mock.Mock(is_cuda=True), N))
+    monkeypatch.setattr(launch, "Kernels", ShimKernels)
+    kept_states = launch.kept_states
+    monkeypatch.setattr(launch, "kept_states", lambda x, N: kept_states(mock.Mock(is_cuda=True), N))
 
 
 PAIRS = (8, 2)  # P, L: what a GPU runs at N = 16

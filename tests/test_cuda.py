@@ -43,7 +43,7 @@ from operators import (
 )
 
 from bench.ops import TESTED
-from kernels import build, cuda
+from kernels import build, cuda, launch
 from kernels.ops import causal_conv1d
 from kernels.scan import longhorn_scan
 
@@ -268,13 +268,13 @@ def test_compiled_kernels_fit_as_many_blocks_as_the_layout_counts_on(tmp_path, u
     facts = struct.pack("<5q", build.CHUNK, ctypes.sizeof(build.ScanArgs), 128, 2 * 128 // L, P * L)
     shared = struct.unpack_from("<7q", cubin, cubin.index(facts) + len(facts))
     shared = dict(zip(cuda.SCAN_KERNELS, shared, strict=True))
-    assert sorted(registers) == sorted(shared) and shared["backward_kernel"] == build.backward_bytes(update, *shape)
+    assert sorted(registers) == sorted(shared) and shared["backward_kernel"] == launch.backward_bytes(update, *shape)
     assert update == "exact" or P * L > 64 or not any(spills.values())
     for names, counts in ((PLAIN, blocks), (WHOLE, whole)):
         for name, least in zip(names, counts, strict=True):
             fit = blocks_at_once(architecture, registers[name], shared[name])
             assert fit >= least and bool(fit) == bool(least), (name, fit)
-    assert bool(blocks[1]) == bool(build.blocks_at_once(update, shape, ROOM[architecture][0]))
+    assert bool(blocks[1]) == bool(launch.blocks_at_once(update, shape, ROOM[architecture][0]))
 
 
 @with_nvcc
@@ -285,17 +285,17 @@ def test_the_compiled_convolution_fits_seven_blocks(tmp_path):
 
 
 @pytest.mark.parametrize("room", (228 << 10, 164 << 10, 100 << 10))
-@pytest.mark.parametrize("update", build.UPDATES)
+@pytest.mark.parametrize("update", launch.UPDATES)
 def test_a_chosen_layout_can_be_launched(update, room):
     """Two blocks of the backward per multiprocessor with up to 16 states; up to 128 states everywhere."""
     for N in (1, 8, 16, 17, 32, 64, 100, 128, 200, 256):
         for B, T, D in ((1, 1, 1), (1, 1024, 1536), (8, 4096, 1536), (64, 1024, 1536), (2, 32768, 2048)):
             try:
-                shape = build.cuda_shape(update, B, T, D, N, 128, room)
+                shape = launch.cuda_shape(update, B, T, D, N, 128, room)
             except ValueError:
                 assert N > 128
                 continue
-            taken = build.backward_bytes(update, *shape) + 1024
+            taken = launch.backward_bytes(update, *shape) + 1024
             assert taken * (2 if N <= 16 else 1) <= room
 
 
@@ -349,7 +349,7 @@ def test_what_is_prepared_for_a_gpu(monkeypatch):
 
     def prepare(B, T, D, update="longhorn", rows=None, gated=True, backward=False, dtype=BF16, **sizes):
         struct, sizes = (build.ScanArgs, sizes or {"N": 16}) if update else (build.ConvArgs, sizes)
-        prepared = build._prepare.__wrapped__(struct, (B, T, D), dtype, torch.device("cuda", 0), update, rows, gated,
+        prepared = launch._prepare.__wrapped__(struct, (B, T, D), dtype, torch.device("cuda", 0), update, rows, gated,
                                               backward, 1, **sizes)
         a = prepared["args"]
         assert prepared["dtype"] == dtype and (a.T, a.D, a.B, a.threads) == (T, D, rows or B, 0)
@@ -416,9 +416,9 @@ H200, A100, RTX = (132, 228 << 10), (108, 164 << 10), (128, 100 << 10)  # multip
 
 def choice(gpu, update, dtype, B, T, D, N):
     """(layout, segments of T, blocks per multiprocessor) on a GPU, for a gated scan of whole chunks."""
-    shape = build.cuda_shape(update, B, T, D, N, *gpu)
+    shape = launch.cuda_shape(update, B, T, D, N, *gpu)
     blocks = B * -(-D * shape[1] // 256)
-    segments = build.cuda_segments(update, dtype, shape, blocks, T, *gpu)
+    segments = launch.cuda_segments(update, dtype, shape, blocks, T, *gpu)
     return shape, segments, blocks * segments / gpu[0]
 
 
@@ -426,8 +426,8 @@ def test_shape_of_the_state():
     for N, gpu in itertools.product(range(1, 129), (H200, A100, RTX)):
         for B, T, D in ((1, 1, 1), (1, 100, 1536), (1, 65536, 1536), (64, 1024, 1536), (512, 64, 2048)):
             (P, L), segments, _ = choice(gpu, "longhorn", BF16, B, T, D, N)
-            assert N <= P * L < max(2 * N, 9) and (P, L) in build.CUDA_SHAPES
-            assert 1 <= segments <= max(1, T // build.SEGMENT)
+            assert N <= P * L < max(2 * N, 9) and (P, L) in launch.CUDA_SHAPES
+            assert 1 <= segments <= max(1, T // launch.SEGMENT)
     for B, T, shape, segments in ((64, 1024, PAIRS, 1),  # the paper's
                                   (16, 4096, PAIRS, 1),  # 192 blocks for 132 multiprocessors
                                   (8, 4096, PAIRS, 4),  # 96 blocks: 2.9 per multiprocessor, where three fit
@@ -441,17 +441,17 @@ def test_shape_of_the_state():
 def test_what_fits_no_gpu_block_is_refused_with_the_limit(gpu, update, N, most):
     with pytest.raises(ValueError, match=rf"{gpu[1] >> 10} KB .* {update} take up to {most} states per channel, got "
                                          rf"{N}: use backend='torch'$"):
-        build.cuda_shape(update, 64, 1024, 1536, N, *gpu)
+        launch.cuda_shape(update, 64, 1024, 1536, N, *gpu)
 
 
 @pytest.mark.parametrize("update", ("longhorn", "mamba"))
 def test_once_split_T_fills_the_gpu(update):
     """As many blocks as the backward holds at once: less by at most one part."""
     for (gpu, least), blocks, dtype in itertools.product(((H200, 3), (A100, 2)), range(1, 200), (F32, BF16)):
-        segments = build.cuda_segments(update, dtype, PAIRS, blocks, 1 << 20, *gpu)
+        segments = launch.cuda_segments(update, dtype, PAIRS, blocks, 1 << 20, *gpu)
         least = 2 if update == "mamba" or dtype == F32 else least
         assert (segments == 1) == (blocks > gpu[0])
-        forward = build.cuda_segments(update, dtype, PAIRS, blocks, 1 << 20, *gpu, backward=False)
+        forward = launch.cuda_segments(update, dtype, PAIRS, blocks, 1 << 20, *gpu, backward=False)
         assert forward == (segments if blocks <= 0.6 * gpu[0] else 1)
         if segments > 1:
             assert least * gpu[0] - blocks < blocks * segments <= least * gpu[0]
@@ -467,7 +467,7 @@ def test_the_choice_to_split_can_be_tuned(monkeypatch):
 @pytest.mark.parametrize("T", (1, 31, 32, 33, 1000, 65536))
 def test_segments_cover_T_in_whole_chunks(T):
     for wanted in (1, 2, 7, 22):
-        S, segment_T = build.segment_sizes(T, wanted).values()
+        S, segment_T = launch.segment_sizes(T, wanted).values()
         assert 1 <= S <= wanted and segment_T % build.CHUNK == 0 and (S - 1) * segment_T < T <= S * segment_T
 
 
@@ -549,7 +549,7 @@ def test_gpu_graph_replays():
 def test_gpu_more_than_two_to_the_31_elements(monkeypatch):
     """The last row of a batch whose tensors pass 2^31 elements equals that row alone, with the kernels that fetch, and
     so do its gradients."""
-    monkeypatch.setattr(build, "cuda_segments", lambda *_: 1)  # T of a row alone would be split, which rounds otherwise
+    monkeypatch.setattr(launch, "cuda_segments", lambda *_: 1)  # one row alone would be split: rounds otherwise
     B, T, D, N = 33, 65536, 1024, 16
     if torch.cuda.mem_get_info()[0] < 100 * 2**30:  # free: other tests may run on it too
         pytest.skip("needs 100 GB")

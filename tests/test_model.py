@@ -32,7 +32,7 @@ import optim
 import sample
 import train
 from inspection import counting
-from kernels import build
+from kernels import choose
 from model import FAMILIES, LM, ModelConfig
 from tools import parameters as table
 from tools.parameters import SIZES, TABLE1
@@ -862,9 +862,9 @@ def test_as_released():
 @torch.no_grad()
 def test_the_backend_of_the_config_reaches_every_operator(family, monkeypatch):
     """Of the mixer, the norms and the convolution; the line that train.py prints says the same of the first."""
-    asked, choose = {}, build.choose
-    monkeypatch.setattr(build, "choose", lambda op, backend, *a, **how: asked.setdefault(op, set()).add(backend)
-                        or choose(op, "", *a, **how))
+    asked, chosen = {}, choose.choose
+    monkeypatch.setattr(choose, "choose", lambda op, backend, *a, **how: asked.setdefault(op, set()).add(backend)
+                        or chosen(op, "", *a, **how))
     tiny(family, n_layer=1, backend="torch")(tokens(1, 3), tokens(1, 3))
     operator = FAMILIES[family][0].operator
     assert operator in asked and set().union(*asked.values()) == {"torch"}

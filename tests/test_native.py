@@ -1,4 +1,4 @@
-"""Building, caching, choosing and refusing: kernels/build.py. Fake compilers stand in for broken ones.
+"""Building, caching, choosing and refusing: kernels/build.py and choose.py. Fake compilers stand in for broken ones.
 
     python -m pytest tests/test_native.py
 """
@@ -18,13 +18,13 @@ import pytest
 import torch
 from helpers import left_behind
 
-from kernels import build, ops
+from kernels import build, choose, ops
 from kernels import linear_attention as la
 from kernels.scan import longhorn_scan, selective_scan
 
 F32, BF16 = torch.float32, torch.bfloat16
 ROOT = build.ROOT
-CACHES = (build.library, build.unavailable, build.say_once)
+CACHES = (build.library, choose.unavailable, build.say_once)
 TINY_SOURCE = 'extern "C" long long longhorn_answer(void) { return %d; }\n'
 
 
@@ -168,16 +168,16 @@ def test_a_source_that_does_not_compile_stops_a_run_and_a_machine_that_cannot_do
         def raises():
             raise error
         monkeypatch.setattr(build, "library", raises)
-        build.unavailable.cache_clear()
+        choose.unavailable.cache_clear()
     try:
         library(build.Broken("c++ could not build a.cu: edited"))
         with pytest.raises(RuntimeError, match="a.cu: edited: correct that, or use --backend=torch"):
-            build.choose("longhorn_scan", "", "cpu")
-        assert build.choose("longhorn_scan", "torch", "cpu") == "torch"
+            choose.choose("longhorn_scan", "", "cpu")
+        assert choose.choose("longhorn_scan", "torch", "cpu") == "torch"
         library(OSError("no C++ compiler found"))
-        assert build.choose("longhorn_scan", "", "cpu") == "torch"
+        assert choose.choose("longhorn_scan", "", "cpu") == "torch"
     finally:
-        build.unavailable.cache_clear()
+        choose.unavailable.cache_clear()
 
 
 def test_a_source_that_is_edited_while_it_is_compiled_is_not_cached(source, tmp_path, monkeypatch):
@@ -192,7 +192,7 @@ def test_a_source_that_is_edited_while_it_is_compiled_is_not_cached(source, tmp_
 LEAN = """
 import sys, unittest.mock
 sys.modules["torch"] = unittest.mock.MagicMock()
-from kernels import build
+from kernels import build, choose
 """
 
 
@@ -252,7 +252,7 @@ def test_one_openmp_runtime():
     of its own: scikit-learn, which other tests may have loaded, has one too."""
     code = """
 import torch
-from kernels import build
+from kernels import build, choose
 build.library()
 torch.randn(200, 200) @ torch.randn(200, 200)
 print(open("/proc/self/maps").read())"""
@@ -343,10 +343,10 @@ def test_a_machine_is_judged_by_its_oldest_visible_gpu(fresh, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0: capabilities[device])
     monkeypatch.setattr(build.cuda, "missing", lambda: None)
-    assert "8.0 (Ampere) or later: hide others with CUDA_VISIBLE_DEVICES" in build.unavailable("cuda")
+    assert "8.0 (Ampere) or later: hide others with CUDA_VISIBLE_DEVICES" in choose.unavailable("cuda")
     capabilities.pop()
-    build.unavailable.cache_clear()
-    assert build.unavailable("cuda") is None
+    choose.unavailable.cache_clear()
+    assert choose.unavailable("cuda") is None
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
@@ -370,20 +370,20 @@ def test_a_cpu_run_never_looks_for_nvcc_or_builds_for_torch(fresh, monkeypatch):
 
 
 def test_choose():
-    choose = build.choose
-    assert {choose("longhorn_scan", backend, "cpu") for backend in (None, "", "cpu")} == {"cpu"}
-    assert choose("longhorn_scan", None, "cpu", torch.float64) == "torch"
-    assert choose("causal_conv1d", "", "cpu", F32, "too wide") == "torch"
-    assert choose("longhorn_scan", "torch", "cuda") == "torch"
-    assert choose("attention", "", "cuda", F32) == choose("wkv4", "cuda", "cuda") == "cuda"  # PyTorch's operators
-    assert choose("rms_norm", "fused", "cpu") == choose("linear_cross_entropy", "fused", "cpu") == "cpu"
+    pick = choose.choose
+    assert {pick("longhorn_scan", backend, "cpu") for backend in (None, "", "cpu")} == {"cpu"}
+    assert pick("longhorn_scan", None, "cpu", torch.float64) == "torch"
+    assert pick("causal_conv1d", "", "cpu", F32, "too wide") == "torch"
+    assert pick("longhorn_scan", "torch", "cuda") == "torch"
+    assert pick("attention", "", "cuda", F32) == pick("wkv4", "cuda", "cuda") == "cuda"  # PyTorch's operators
+    assert pick("rms_norm", "fused", "cpu") == pick("linear_cross_entropy", "fused", "cpu") == "cpu"
     with pytest.raises(ValueError, match="^plain: unknown operator 'scan': choose from longhorn_scan,"):
-        build.plain("rms_norm", "scan").__enter__()
+        choose.plain("rms_norm", "scan").__enter__()
 
 
 REFUSED = [  # operator, backend, device, dtype, words
-    *((op, "nvidia", "cpu", None, "unknown backend 'nvidia': choose one of torch, cpu") for op in build.BODIES),
-    *((op, "cuda", "cpu", None, "backend 'cuda' cannot run here: ") for op in build.BODIES),
+    *((op, "nvidia", "cpu", None, "unknown backend 'nvidia': choose one of torch, cpu") for op in choose.BODIES),
+    *((op, "cuda", "cpu", None, "backend 'cuda' cannot run here: ") for op in choose.BODIES),
     ("longhorn_scan", "cpu", "meta", F32, "the tensors are on meta"),
     ("longhorn_scan", "cpu", "cpu", torch.float64, "float32, bfloat16, float16, got float64: use"),
     ("longhorn_scan", "fused", "cuda", F32, "no library has Longhorn's scan: leave backend empty"),
@@ -398,7 +398,7 @@ REFUSED = [  # operator, backend, device, dtype, words
 @pytest.mark.parametrize("op,backend,device,dtype,words", REFUSED)
 def test_what_cannot_run_is_refused_in_a_line(op, backend, device, dtype, words):
     with pytest.raises((ValueError, RuntimeError), match=rf"^{op}: [^\n]*{words}[^\n]*$"):
-        build.choose(op, backend, device, dtype)
+        choose.choose(op, backend, device, dtype)
 
 
 def heads(n=3):
@@ -430,13 +430,13 @@ CALLS = {  # operator: a call of it that takes `backend`
 
 @pytest.mark.parametrize("op", CALLS)
 def test_plain_makes_one_operator_run_its_plain_body(op):
-    assert list(CALLS) == list(build.BODIES)
+    assert list(CALLS) == list(choose.BODIES)
     fast, plain = CALLS[op](), CALLS[op](backend="torch")
     assert not torch.equal(fast, plain), "two bodies that round alike cannot be told apart here"
     torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-5)
-    with build.plain(*(other for other in CALLS if other != op)):
+    with choose.plain(*(other for other in CALLS if other != op)):
         assert torch.equal(CALLS[op](), fast)
-        with build.plain(op):
+        with choose.plain(op):
             assert torch.equal(CALLS[op](backend="cpu"), plain)
         assert torch.equal(CALLS[op](), fast)
 

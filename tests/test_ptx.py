@@ -31,7 +31,7 @@ from operators import (
     with_mistake,
 )
 
-from kernels import build, cuda
+from kernels import build, cuda, launch
 from tools import ptx
 
 pytestmark = [pytest.mark.usefixtures("poison"),
@@ -68,7 +68,7 @@ def emitted(builds):
 def run(monkeypatch, module, segments=1):
     """`use`, which also tells the translation what tensors each launch is given."""
     use(monkeypatch, module, segments)
-    point = build.point
+    point = launch.point
 
     def tell(args, **tensors):
         last = lambda a: sum((n - 1) * s for n, s in zip(a.shape, a.stride(), strict=True))
@@ -77,7 +77,7 @@ def run(monkeypatch, module, segments=1):
         module.lib.ptx_tensors((ctypes.c_uint64 * len(known))(*known), len(tensors))
         return point(args, **tensors)
 
-    monkeypatch.setattr(build, "point", tell)
+    monkeypatch.setattr(launch, "point", tell)
 
 
 @pytest.mark.parametrize("update,dtype,B,T,D,N,segments", [

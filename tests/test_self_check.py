@@ -128,7 +128,7 @@ STOPS = {  # what is edited: (family, edits, places that the line names)
     "dt_bias in the loop": ("longhorn", {"kernels.scan._loop": lambda f: lambda *args: f(
         *args[:8], args[8] - args[8].detach(), args[9])}, SCANS),
     "the state between pieces of the loop, where no kernel runs": (
-        "longhorn", {"kernels.build.unavailable": lambda f: lambda device: "no compiler", "kernels.ops.in_pieces":
+        "longhorn", {"kernels.choose.unavailable": lambda f: lambda device: "no compiler", "kernels.ops.in_pieces":
                      lambda f: lambda loop, timed, state: f(lambda *args: loop(*args[:-1], None), timed, state)},
         ("LM.forward with --backend=(empty)", "--backend=torch")),
     "gelu in the plain convolution": (

@@ -59,7 +59,7 @@ from common import errors
 from data import loader, prepared, writer
 from experiments.vision import classify
 from inspection import counting
-from kernels import build
+from kernels import build, choose
 from model import LM
 from runtime import checkpoint, distributed, records
 from runtime.folder import MAY_CHANGE_ON_RESUME, Folder, lock_run_dir
@@ -558,12 +558,12 @@ def test_with_a_kernel_that_does_not_compile_only_plain_pytorch_trains(data, out
     def library():
         raise build.Broken("c++ could not build longhorn_scan.cu")
     monkeypatch.setattr(build, "library", library)
-    build.unavailable.cache_clear()
+    choose.unavailable.cache_clear()
     try:
         refuse(arguments(data, out, max_iters=2), "could not build longhorn_scan.cu", "--backend=torch")
         succeed(arguments(data, out, max_iters=2, backend="torch", self_check="on"))
     finally:
-        build.unavailable.cache_clear()
+        choose.unavailable.cache_clear()
 
 
 def with_dropout(config):

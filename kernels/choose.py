@@ -1,0 +1,165 @@
+"""Which body of an operator runs: this repository's kernel, another library's, or the plain PyTorch loop."""
+
+import contextlib
+import functools
+
+import torch
+
+from common.torch_private import constant_when_compiled, transformed
+from kernels import build, cuda, fused
+
+DTYPES = fused.ALL
+BACKENDS = ("torch", "cpu", "cuda", "fused")
+LA = "kernels/linear_attention.py: "
+BODIES = {  # operator: (place of its fast body, place of its plain PyTorch body)
+    "longhorn_scan": ("longhorn_scan.cu: Longhorn", "kernels/scan.py: _longhorn_step"),
+    "selective_scan": ("longhorn_scan.cu: Mamba", "kernels/scan.py: _mamba_step"),
+    "causal_conv1d": ("kernels/conv_norm.cu: conv_forward", "kernels/ops.py: _conv_torch"),
+    "rms_norm": ("kernels/conv_norm.cu: norm_forward_rows", "kernels/ops.py: rms_norm"),
+    "linear_cross_entropy": ("kernels/ops.py: _LinearCrossEntropy", "kernels/ops.py: linear_cross_entropy"),
+    "attention": ("kernels/ops.py: attention", "kernels/ops.py: _softmax_attention"),
+    "gated_linear_attention": (LA + "_gla", LA + "gated_linear_attention_ref"),
+    "retention": (LA + "_retention, _gated_retention", LA + "retention_ref"),
+    "delta_rule": (LA + "_delta_rule", LA + "delta_rule_ref"),
+    "gated_delta_rule": (LA + "_delta_rule", LA + "delta_rule_ref"),
+    "kda": (LA + "_delta_rule", LA + "delta_rule_ref"),
+    "mesa": (LA + "_mesa", LA + "mesa_ref"),
+    "wkv4": (LA + "_wkv4", LA + "wkv4_ref"),
+}
+NATIVE = ("longhorn_scan", "selective_scan", "causal_conv1d", "rms_norm")  # the others run in PyTorch on every device
+NO_LIBRARY = {"longhorn_scan": "no library has Longhorn's scan", "wkv4": "no library has RWKV-4's wkv"}
+_forced_plain, _libraries_off = set(), False
+
+
+@contextlib.contextmanager
+def plain(*ops):
+    """In this context the named operators (keys of BODIES) run their plain PyTorch bodies, whatever `backend` says.
+
+    Keep both forward and backward inside: activation checkpointing chooses again in the backward. Compiled code is not
+    affected. Raises ValueError for an unknown name.
+    """
+    unknown = sorted(set(ops) - set(BODIES))
+    if unknown:
+        raise ValueError(f"plain: unknown operator {unknown[0]!r}: choose from {', '.join(BODIES)}")
+    added = set(ops) - _forced_plain
+    _forced_plain.update(added)
+    try:
+        yield
+    finally:
+        _forced_plain.difference_update(added)
+
+
+@contextlib.contextmanager
+def without_libraries():
+    """In this context operators run this repository's bodies where `backend` would call other libraries' kernels."""
+    global _libraries_off
+    before, _libraries_off = _libraries_off, True
+    try:
+        yield
+    finally:
+        _libraries_off = before
+
+
+def places(op, backend, device, dtype):
+    """(place of the body of `op` that runs for these arguments of `choose`, place of its plain body), for messages."""
+    fast, slow = BODIES[op]
+    build.library = op in fused.LIBRARIES and choose(op, backend, device, dtype) == "fused"
+    return fused.place(op) if build.library else fast, slow
+
+
+def choose(op, backend, device, dtype=None, cannot=None, library_cannot=None):
+    """The body of `op` (a key of BODIES) to run: 'torch' (plain PyTorch), 'fused' (a library's GPU kernel), or the
+    device ('cpu', 'cuda') for this repository's own body on it. Every operator calls this.
+
+    backend: one of BACKENDS, None or "" for the fastest that runs here. device: the type of the tensors' device. dtype:
+    of the tensors; None: one that every body takes. cannot, library_cannot: further reasons why the native kernels or
+    the library cannot take these tensors. Inside torch.func and forward-mode AD native operators run in plain PyTorch:
+    the kernels have no rules for these and would silently drop tangents.
+
+    Raises ValueError for an unknown backend, RuntimeError with the reason if the given backend cannot run here.
+    """
+    backend = "" if backend == "fused" and _libraries_off else backend or ""
+    return _choose(op, backend, device, dtype, cannot, library_cannot, op in _forced_plain, _libraries_off,
+                   transformed())
+
+
+@constant_when_compiled
+def _choose(op, backend, device, dtype, cannot, library_cannot, forced_plain, libraries_off, inside):
+    if backend not in ("", *BACKENDS):
+        raise ValueError(f"{op}: unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}, or leave it empty")
+    if backend == "torch" or forced_plain:
+        return "torch"
+    if backend == "fused" and op in NO_LIBRARY:
+        raise RuntimeError(f"{op}: {NO_LIBRARY[op]}: leave backend empty")
+    default = not backend and op in fused.BY_DEFAULT and not libraries_off
+    if op in fused.LIBRARIES and (backend == "fused" or default):
+        reason = f"the tensors are on {device}" if device != fused.GPU else fused.refusal(op, dtype) or library_cannot
+        reason = reason or fused.load(op)[1]
+        if reason is None:
+            tunes = ", whose kernels are tuned at their first start, for minutes" if op in fused.BY_DEFAULT else ""
+            build.say_once(f"{op}: {fused.LIBRARIES[op][0]}{tunes}")
+            return "fused"
+        if backend:
+            raise RuntimeError(f"{op}: backend 'fused' cannot run here: {reason}: leave backend empty, or pip install "
+                               "-r requirements-gpu.txt on a machine with a GPU")
+        if device == "cuda":
+            build.say_once(f"{op}: chunks in PyTorch ({reason})")
+    if backend == "fused":  # rms_norm and linear_cross_entropy: no library is faster
+        backend = ""
+    if op not in NATIVE:
+        if backend not in ("", device):
+            raise RuntimeError(f"{op}: backend {backend!r} cannot run here: the tensors are on {device}")
+        return device
+    return _choose_native(op, backend, device, dtype, cannot, inside)
+
+
+def _choose_native(op, backend, device, dtype, cannot, inside):
+    if dtype not in (None, *DTYPES):
+        cannot = f"the kernels take {fused.names(DTYPES)}, got {fused.names([dtype])}"
+    if inside:
+        reason = "there is no forward-mode derivative and no rule for torch.func: use backend='torch'"
+    elif cannot and not backend:
+        return "torch"
+    elif backend and backend != device:
+        reason = unavailable(backend) or f"the tensors are on {device}"
+    else:
+        reason = unavailable(device) or (f"{cannot}: use backend='torch'" if cannot else None)
+    if reason is None:
+        return device
+    if backend:
+        raise RuntimeError(f"{op}: backend {backend!r} cannot run here: {reason}")
+    build.say_once(f"native kernels: plain PyTorch runs instead, much slower ({reason})")
+    return "torch"
+
+
+@functools.cache
+def unavailable(device):
+    """None if the native kernels can run on `device`, else the reason, in one line. Raises RuntimeError if their source
+    is at fault and not the machine: a run would go on without an edit of it."""
+    if device not in ("cpu", "cuda"):
+        return f"there are no kernels for {device}"
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            return "PyTorch sees no GPU"
+        if min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))) < (8, 0):
+            return ("the kernels need GPUs of compute capability 8.0 (Ampere) or later: hide others with "
+                    "CUDA_VISIBLE_DEVICES")
+        return cuda.missing()
+    try:
+        build.library()
+    except build.Broken as error:
+        raise RuntimeError(f"{' '.join(str(error).split())}: correct that, or use --backend=torch, plain PyTorch "
+                           "everywhere") from None
+    except OSError as error:
+        return " ".join(str(error).split())
+    return None
+
+
+def autocast_dtype(device):
+    """Autocast's dtype on `device`; None if autocast is off, or does not exist there (meta)."""
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+
+
+def compute_dtype(x):
+    """The dtype in which an operator computes with x: autocast's if it is on, else x's own; float64 stays float64."""
+    return x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device.type) or x.dtype

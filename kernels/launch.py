@@ -1,0 +1,230 @@
+"""Calls the native kernels: their shapes on a GPU, their arguments, their launch."""
+
+import ctypes
+import functools
+
+import torch
+
+from common.torch_private import raw_stream
+from kernels import build, cuda
+
+SUB = 4  # steps whose states the CUDA backward keeps in registers; SUB of longhorn_scan.cu
+SEGMENT = 128  # the shortest segment that T is split into on a GPU, in steps
+SPLIT_BELOW = 0.6, 1.0  # T is split if a GPU gets at most so many blocks per multiprocessor: forward, backward
+UPDATES = ("longhorn", "exact", "mamba")  # the enum of longhorn_scan.cu
+# (P, L) that `cuda_shape` chooses from: L lanes share two channels and hold P states of each
+CUDA_SHAPES = ((4, 2), (8, 2), (4, 4), (8, 4), (4, 8), (8, 8), (4, 16), (8, 16), (4, 32), (8, 32))
+# Kernels with a variant for whole chunks and blocks -> the rows that it fetches ahead.
+FETCHED = {"forward_kernel": ("x", "dt", "z"), "backward_kernel": ("x", "dt", "z", "dy")}
+
+
+def backward_bytes(update, P, L):
+    """Shared memory of a block that needs the most, the backward without rows fetched ahead: BackwardShared in
+    longhorn_scan.cu."""
+    keys = 2 * build.CHUNK * P * L + build.CHUNK  # k, q, |k|^2
+    per_lane = build.CHUNK // SUB * 2 * P + SUB + (2 * P if update == "mamba" else 1)  # states, gated, rates
+    sums = build.CUDA_THREADS // 32 * SUB * (2 * P * L + 1)  # dk, dq, d|k|^2
+    return 4 * (keys + build.CUDA_THREADS * per_lane + sums)
+
+
+def blocks_at_once(update, shape, shared):
+    """The backward blocks that fit a multiprocessor with `shared` bytes of shared memory; 0: none can be launched."""
+    return shared // (backward_bytes(update, *shape) + cuda.RESERVED)
+
+
+@functools.cache
+def cuda_shape(update, B, T, D, N, multiprocessors, shared, may_split=True):
+    """(P, L), one of CUDA_SHAPES: L lanes share two channels, and each holds P states of both (P * L is N, padded to a
+    power of two >= 8).
+
+    shared: bytes of shared memory per multiprocessor. Eight states per lane take the least work; four, if two
+    blocks would fit a multiprocessor with four and not with eight, or multiprocessors would be idle even with T split
+    into segments.
+    That two blocks per multiprocessor are enough no GPU has confirmed. Raises ValueError if no block fits.
+    """
+    states = max(8, 1 << (N - 1).bit_length())
+    launched = [shape for shape in CUDA_SHAPES if blocks_at_once(update, shape, shared)]
+    fitting = [(P, L) for P, L in launched if P * L == states]
+    if not fitting:
+        most = max(P * L for P, L in launched)
+        raise ValueError(f"scan: on this GPU, with {shared >> 10} KB of shared memory per multiprocessor, the CUDA "
+                         f"kernels of {update} take up to {most} states per channel, got {N}: use backend='torch'")
+    four, eight = min(fitting), max(fitting)
+    lanes = D * states // (2 * eight[0])
+    most = max(1, T // SEGMENT) if may_split and T % build.CHUNK == 0 else 1
+    idle = most * B * -(-lanes // build.CUDA_THREADS) < 2 * multiprocessors
+    crowded = blocks_at_once(update, eight, shared) < 2 <= blocks_at_once(update, four, shared)
+    return four if idle or crowded else eight
+
+
+def cuda_segments(update, dtype, shape, blocks, T, multiprocessors, shared, backward=True):
+    """The number of segments, of at least SEGMENT steps, to split T into; a kernel has `blocks` blocks per segment.
+
+    With more than SPLIT_BELOW blocks per multiprocessor T stays whole. Otherwise blocks would wait for memory, so T is
+    split to get as many as fit at once in the backward: registers are there for three in 16 bits, else for two. Joining
+    the segments costs the forward about as much again, the backward a quarter of that, for any number of segments. So
+    the forward is split later: 8 x 4096 tokens of 1536 channels on an H200, 0.73 blocks per multiprocessor, took 0.38
+    ms whole and 0.45 split; the backward 2.06 and 1.22.
+    """
+    if blocks > cuda.tuning("SPLIT_BELOW", SPLIT_BELOW[backward]) * multiprocessors:
+        return 1
+    at_once = min(3 if dtype.itemsize == 2 else 2, blocks_at_once(update, shape, shared))
+    fill = cuda.tuning("FILL", max(2, at_once))
+    return max(1, min(T // SEGMENT, fill * multiprocessors // blocks))
+
+
+def segment_sizes(T, segments):
+    """Whole chunks per segment, the last one shorter; rounding may leave fewer segments."""
+    segment_T = -(-T // (segments * build.CHUNK)) * build.CHUNK
+    return {"segments": -(-T // segment_T), "segment_T": segment_T}
+
+
+class Kernels:
+    """The library and argument struct for one call on x (B, T, D); the kernels read and write `dtype`.
+
+    update: the scan's, one of UPDATES; None: the convolution. rows: the number of packed sequences; None: x's B.
+    gated: the scan has z; without it T is not split. backward: the call is the scan's backward.
+    With `reversed` set, rows and steps run from last to first in all tensors (B, T, ...) that are read by strides and
+    in OUT; tensors without T, or (.., B, T, N), stay in the order in which the kernels run.
+    """
+
+    OUT = ("y", "dx", "ddt", "dz")  # (B, T, D) contiguous
+    reversed = False
+
+    def __init__(self, args_class, x, update=None, rows=None, gated=False, backward=False, **sizes):
+        threads = torch.get_num_threads()
+        self.__dict__ |= _prepare(args_class, x.shape, x.dtype, x.device, update, rows, gated, backward, threads,
+                                  **sizes)
+        self.args = args_class.from_buffer_copy(self.args)
+
+    def __call__(self, function, rows, floats, **buffers):
+        """Point the struct at tensors and call a library function; absent tensors (None) stay null.
+
+        rows: (B, T, C) each, read in `dtype` with their strides, copied only if the last dimension is not contiguous or
+        the rows of segments are not aligned. floats: read as contiguous float32. buffers: passed unchanged.
+        """
+        args, size, sign = self.args, self.dtype.itemsize, -1 if self.reversed else 1
+        tensors, args.out_t = {n: cast(a, self.dtype) for n, a in rows.items() if a is not None}, sign * args.D
+        for name, a in tensors.items():
+            b, t, d = a.stride()
+            fits = t * size < 2**31 and (d == 1 or a.shape[2] == 1)  # the kernels' strides in bytes have 32 bits
+            if not fits or self.aligned > 1 and (a.data_ptr() | b * size | t * size) % self.aligned:
+                tensors[name] = a = a.clone(memory_format=torch.contiguous_format)
+                b, t, d = a.stride()
+            setattr(args, name + "_b", sign * b)
+            setattr(args, name + "_t", sign * t)
+        tensors |= {n: cast(a).contiguous() for n, a in floats.items() if a is not None}
+        tensors |= {n: a for n, a in buffers.items() if a is not None}
+        point(args, **tensors)  # the dict keeps the copies alive until the function returns
+        for name, a in tensors.items() if self.reversed else ():
+            if name in rows or name in self.OUT:  # start at the last row
+                last = (a.shape[0] - 1) * a.stride(0) + (a.shape[1] - 1) * a.stride(1)
+                setattr(args, name, a.data_ptr() + last * a.itemsize)
+        self.run(function)
+
+    def run(self, function):
+        if self.module is None:
+            return getattr(build.library(), function + "_cpu")(ctypes.byref(self.args))
+        index = self.device.index
+        stream = raw_stream(index)
+        if index == torch.cuda.current_device():
+            return self.launch(function, stream)
+        with torch.cuda.device(index):
+            self.launch(function, stream)
+
+    def launch(self, function, stream):
+        a, module = self.args, self.module
+        kernel = function.removeprefix("longhorn_scan_").removeprefix("causal_") + "_kernel"
+        whole = kernel.replace("_kernel", "_whole_kernel")
+        if kernel in FETCHED and self.is_whole(FETCHED[kernel]) and module.has_room(whole, kernel):
+            kernel = whole
+        blocks = a.B * -(-a.D * a.N // module.threads) if kernel == "combine_kernel" else a.B * self.segments * a.splits
+        if blocks:
+            module.launch(kernel, blocks, a, stream)
+
+    def is_whole(self, rows):
+        """True if the kernels without bounds checks can run: whole chunks and blocks, `rows` present and aligned for
+        16-byte copies, k and q for copies of four numbers."""
+        a, size = self.args, self.dtype.itemsize
+        if a.cu or a.T % build.CHUNK or a.D % self.module.channels or a.N != self.module.states:
+            return False
+        for name, part in (*[(n, 16) for n in rows], ("k", 4 * size), ("q", 4 * size)):
+            address, b = getattr(a, name), getattr(a, name + "_b") if a.B > 1 else 0  # with one row, b is arbitrary
+            if not address or (address | (b | getattr(a, name + "_t")) * size) % part:
+                return False
+        return True
+
+    def initial_segment_states(self, rows, floats, function, initial, reverse=0):
+        """The state before each segment of T, (rows, segments, D, N): `function` computes each segment's final state
+        from a zero state, combine_kernel joins them. In reverse: the gradient after each segment."""
+        a = self.args
+        states, decay = (empty(next(iter(rows.values())), a.B * a.segments, a.D, a.N) for _ in range(2))
+        self(function, rows, floats, hT=states, decay=decay)
+        self.args.reverse = reverse
+        self("longhorn_scan_combine", {}, {"dhT" if reverse else "h0": initial}, hT=states, decay=decay)
+        return states
+
+
+@functools.lru_cache(1024)
+def _prepare(args_class, shape, dtype, device, update, rows, gated, backward, threads, **sizes):
+    """The attributes of Kernels that depend only on shapes, dtypes and devices; copy `args`. module: None on a CPU."""
+    (B, T, D), module, segments = shape, None, 1  # segments of T; for the convolution, its tiles
+    B = B if rows is None else rows
+    if device.type == "cuda":
+        gpu, threads = torch.cuda.get_device_properties(device), 0
+        architecture = f"sm_{gpu.major}{gpu.minor}"
+        if update is None:
+            module = build.cuda_module("conv", dtype, (sizes["W"],), architecture, device.index)
+            segments = -(-T // build.CONV_TILE)
+        else:
+            # joining segments of `exact` would take products of N x N matrices; segments run only as whole chunks
+            may_split = gated and rows is None and update != "exact"
+            shared = gpu.shared_memory_per_multiprocessor
+            layout = cuda_shape(update, B, T, D, sizes["N"], gpu.multi_processor_count, shared, may_split)
+            module = build.cuda_module(update, dtype, layout, architecture, device.index)
+            row_bytes = module.channels // (module.threads // 32) * dtype.itemsize  # per warp, fetched 16 at a time
+            whole = T % build.CHUNK == 0 and D % module.channels == 0 and sizes["N"] == module.states
+            if may_split and whole and row_bytes >= 16:
+                segments = cuda_segments(update, dtype, layout, B * D // module.channels, T, gpu.multi_processor_count,
+                                         shared, backward)
+        # steps; bytes of a row, which may be half of a wider one
+        if T >= 2**31 - build.CUDA_THREADS or 2 * D * 4 >= 2**31:
+            raise ValueError(f"{T} steps of {D} channels: the kernels for a GPU take up to "
+                             f"{2**31 - build.CUDA_THREADS - 1} and {2**28 - 1}: use backend='torch'")
+        splits = -(-D // module.channels)  # blocks that share a row
+        if B * segments * splits >= 2**31:
+            raise ValueError(f"{B} rows of {D} channels take {B * segments * splits} blocks, but a GPU starts up to "
+                             f"{2**31 - 1}: split the batch")
+    else:
+        dtype = torch.float32 if dtype == torch.float16 else dtype
+        groups, splits = -(-D // build.library().longhorn_lanes()), 1
+        while B * splits % threads and B * splits < 4 * threads and splits < groups:
+            splits += 1  # until all threads have equal work
+    if update is not None:
+        sizes |= segment_sizes(T, segments) | {"update": UPDATES.index(update)}
+        segments = sizes["segments"]
+    args = args_class(B=B, T=T, D=D, splits=splits, threads=threads, dtype=int(dtype == torch.bfloat16), **sizes)
+    aligned = 16 if update is not None and segments > 1 else 1  # bytes to which fetched rows must be aligned
+    return dict(device=device, dtype=dtype, module=module, segments=segments, aligned=aligned, args=args)
+
+
+def kept_states(x, N):
+    """States per channel stored at a chunk boundary: N, on a GPU rounded up to a multiple of four."""
+    return -(-N // 4) * 4 if x.is_cuda else N
+
+
+def cast(a, dtype=torch.float32):
+    """a in `dtype`; None stays None. Saves the microseconds that Tensor.to takes even if there is nothing to do."""
+    return a if a is None or a.dtype == dtype else a.to(dtype)
+
+
+def point(args, **tensors):
+    """Write the tensors' addresses into a struct; the caller must keep the tensors alive."""
+    for name, a in tensors.items():
+        setattr(args, name, a.data_ptr())
+    return ctypes.byref(args)
+
+
+def empty(x, *shape, dtype=torch.float32):
+    """An uninitialised tensor on x's device: kernels write every element of their results."""
+    return torch.empty(shape, dtype=dtype, device=x.device)
