@@ -1,4 +1,4 @@
-"""evaluate.py and experiments/: scores of tasks against direct computations, from local files alone."""
+"""evaluate.py: scores of tasks against direct computations, from local files alone."""
 
 import functools
 import json
@@ -79,6 +79,13 @@ def test_likelihoods_are_those_of_one_pass_in_any_batch_and_order(family, docume
         pairs[:0] = [([0], draw(5)), ([0], draw(9)), (two, [1, 2]), (two, [1, 0, 2, 0, 3]), (ends, [3, 4]), (ends, [3])]
     expected = [direct(lm, *pair) for pair in pairs]
     assert any(greedy for _, greedy in expected)
+    call = harness.HarnessLM.call
+
+    def within_a_batch(self, rows, *args, **how):
+        assert len(rows) == 1 or len(rows) * max(map(len, rows)) <= self.batch_tokens
+        return call(self, rows, *args, **how)
+
+    monkeypatch.setattr(harness.HarnessLM, "call", within_a_batch)
     for batch_tokens in (16, 8192):
         adapter = harness.HarnessLM(lm, Text("bytes"), batch_tokens)
         assert adapter.constant_state == (family in FAMILIES and family not in ("llama", "swa", "no_state"))
@@ -131,7 +138,7 @@ def folder(tmp_path_factory):
                 "metric_list": [{"metric": m, "aggregation": aggregation, "higher_is_better": True} for m in metrics]}
         (folder / f"{name}.yaml").write_text(json.dumps({**task, **more}))  # JSON is YAML
 
-    rows = [{"question": f"q {i}" * (i + 1), "choices": ["yes", "no" * (i % 4 + 1), "may be"][:3 - (i < 3)],
+    rows = [{"question": f"q {i}" * (i + 1), "choices": ["yes", "nö" * (i % 4 + 1), "may be"][:3 - (i < 3)],
              "answer": i % 3 % (3 - (i < 3))} for i in range(13)]
     write("my_choice", "multiple_choice", rows, ["acc", "acc_norm"], doc_to_choice="choices", doc_to_target="answer")
     texts = [{"text": "wörter " * 9}, {"text": "x"}]
@@ -144,68 +151,80 @@ def recorded(out):
     return json.loads((out / "eval_tasks.json").read_text())
 
 
+def choices_by_hand(lm, folder):
+    """Metrics of my_choice; perplexity is of the right answers' tokens, which are bytes here, the space included."""
+    rows = [json.loads(line) for line in (folder / "my_choice.jsonl").read_text().splitlines()]
+    right = right_norm = nats = tokens = chance = 0
+    for row in rows:
+        context = list(row["question"].encode())
+        scores = [direct(lm, context, list(f" {choice}".encode()))[0] for choice in row["choices"]]
+        per_character = [score / len(choice) for score, choice in zip(scores, row["choices"], strict=True)]
+        right += scores.index(max(scores)) == row["answer"]
+        right_norm += per_character.index(max(per_character)) == row["answer"]
+        nats -= scores[row["answer"]]
+        tokens += len(f" {row['choices'][row['answer']]}".encode())
+        chance += 1 / len(row["choices"])
+    n = len(rows)
+    return {"acc": right / n, "acc_norm": right_norm / n, "perplexity": math.exp(nats / tokens), "chance": chance / n,
+            "acc_stderr": math.sqrt(right / n * (1 - right / n) / (n - 1)), "documents": n}
+
+
 def test_tasks_of_ones_own_score_as_computed_by_hand(folder, tmp_path):
     lm = tiny()
     out = make_run(tmp_path / "run", lm)
     said = run(out, tasks=",".join(TASKS), include=folder).out
     record = recorded(out)
-    assert (record["step"], record["tokens"], record["tokenizer"]) == (7, 700, "bytes")
+    assert (record["step"], record["tokens"], record["tokenizer"], record["dtype"]) == (7, 700, "bytes", "float32")
     assert record["versions"] == dict.fromkeys(TASKS, 3) and record["harness"]
-    right = right_norm = nats = tokens = 0
-    rows = [json.loads(line) for line in (folder / "my_choice.jsonl").read_text().splitlines()]
-    for row in rows:
-        scores = [direct(lm, list(row["question"].encode()), list(f" {c}".encode()))[0] for c in row["choices"]]
-        right += scores.index(max(scores)) == row["answer"]
-        norm = [s / len(c) for s, c in zip(scores, row["choices"], strict=True)]
-        right_norm += norm.index(max(norm)) == row["answer"]
-        nats, tokens = nats - scores[row["answer"]], tokens + 1 + len(row["choices"][row["answer"]])
-    chosen = record["results"]["my_choice"]
-    assert (chosen["acc"], chosen["acc_norm"]) == (right / 13, right_norm / 13) and chosen["documents"] == 13
-    assert chosen["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-5)
-    assert chosen["chance"] == pytest.approx((3 / 2 + 10 / 3) / 13)
-    assert chosen["acc_stderr"] == pytest.approx(math.sqrt(right / 13 * (1 - right / 13) / 12))
+    expected, found = choices_by_hand(lm, folder), record["results"]["my_choice"]
+    assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    assert len({expected["acc"], expected["acc_norm"], expected["chance"]}) == 3
     texts = [json.loads(line)["text"].encode() for line in (folder / "my_text.jsonl").read_text().splitlines()]
-    nats = sum(direct(lm, [0], list(text))[0] for text in texts)
-    assert record["results"]["my_text"]["bits_per_byte"] == pytest.approx(
-        -nats / math.log(2) / sum(map(len, texts)), rel=1e-5)
-    assert "longer than the training block of 24 tokens" in said
-    assert "my_choice" in said and f"{100 * right / 13:.2f}" in said
+    nats = -sum(direct(lm, [0], list(text))[0] for text in texts)
+    bits = record["results"]["my_text"]["bits_per_byte"]
+    assert bits == pytest.approx(nats / math.log(2) / sum(map(len, texts)), rel=1e-5)
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if line.startswith("| my_")]
+    acc, error, chance = (f"{100 * expected[key]:.2f}" for key in ("acc", "acc_stderr", "chance"))
+    assert ["my_choice", "acc", acc, error, chance, "13"] in cells  # shares in percent
+    assert ["my_text", "bits_per_byte", f"{bits:.4f}", "", "", "2"] in cells
+    assert f"longer than the training block of 24 tokens, up to {record['longest']:,}" in said
     result = run(out, tasks="my_writing", include=folder)
     assert result.code == 2 and "task my_writing is scored by what a model generates" in result.err
-    run(out, tasks=folder / "my_text.yaml")  # results of the same checkpoint stay
-    assert recorded(out)["results"].keys() == record["results"].keys()
-    run(out, tasks=folder / "my_text.yaml", limit=1)  # those of other settings do not
-    assert recorded(out)["results"].keys() == {"my_text"} and recorded(out)["results"]["my_text"]["documents"] == 1
 
 
 def test_scores_of_another_checkpoint_are_not_mixed_in(folder, tmp_path, monkeypatch):
     """Other weights, seed, code or settings: the record starts anew, even at the same step in the same folder."""
+    out = tmp_path / "run"
 
-    def scored(name, lm=None, **meta):
-        kept = (tmp_path / "run" / "eval_tasks.json").read_bytes() if (tmp_path / "run").exists() else b""
+    def scored(name, lm=None, settings=None, **meta):
+        kept = (out / "eval_tasks.json").read_bytes() if out.exists() else b""
         if lm:
-            shutil.rmtree(tmp_path / "run", ignore_errors=True)
-            make_run(tmp_path / "run", lm, **meta)
-            (tmp_path / "run" / "eval_tasks.json").write_bytes(kept)
-        assert run(tmp_path / "run", tasks=name, include=folder).code == 0
-        return set(recorded(tmp_path / "run")["results"])
+            shutil.rmtree(out, ignore_errors=True)
+            make_run(out, lm, **meta)
+            (out / "eval_tasks.json").write_bytes(kept)
+        assert run(out, tasks=name, include=folder, **settings or {}).code == 0
+        return set(recorded(out)["results"])
 
     lm = tiny()
     assert scored("my_text", lm) == {"my_text"} and scored("my_choice") == {"my_text", "my_choice"}
+    whole = recorded(out)["results"]
+    for settings in ({"dtype": "bfloat16"}, {"limit": 1}, {"max_length": 9}):
+        assert scored("my_text", settings=settings) == {"my_text"}
+        assert recorded(out)["results"]["my_text"] != whole["my_text"]
     lm.embed.weight.data[0, 0] += 1e-3
     assert scored("my_text", lm) == {"my_text"}
     assert scored("my_choice", tiny("llama")) == {"my_choice"}
     assert scored("my_text", tiny("llama"), code_versions=["v2abc"]) == {"my_text"}
-    assert recorded(tmp_path / "run")["checkpoint"]["code"] == "v2abc"
+    assert recorded(out)["checkpoint"]["code"] == "v2abc"
     assert scored("my_choice") == {"my_text", "my_choice"}
     now = records.code_identity()
     edited = {**now, "code_files": {**now["code_files"], "model.py": "0" * 12}}
     monkeypatch.setattr(records, "code_identity", lambda: edited)
     assert scored("my_choice") == {"my_choice"}  # by the same checkpoint, but with an edited model.py
-    (tmp_path / "run" / "wrong.png").touch()  # an image run's
-    assert {path.name for path in records.move_aside(tmp_path / "run").iterdir()} == {
+    (out / "wrong.png").touch()  # an image run's
+    assert {path.name for path in records.move_aside(out).iterdir()} == {
         "checkpoint.safetensors", "eval_tasks.json", "wrong.png"}
-    assert {path.name for path in (tmp_path / "run").iterdir() if path.is_file()} == set()
+    assert {path.name for path in out.iterdir() if path.is_file()} == set()
 
 
 def score(folder):
@@ -226,15 +245,13 @@ def test_two_processes_score_as_one(folder, tmp_path):
         assert first["results"][name] == pytest.approx(values, rel=1e-6)
 
 
-REFUSED = [  # settings; words of the line. {folder} has tasks, {out} is a run, beside it runs with something wrong
-    ({"out_dir": ""}, "give a run's folder"), ({"out_dir": "{out}/none"}, "checkpoint.safetensors", "no checkpoint"),
-    ({"tasks": "my_chioce"}, "no task 'my_chioce'", "my_choice", "--include"),
-    ({"tasks": ","}, "no tasks", "--tasks=embedded"), ({"include": "{out}/none"}, "{out}/none", "no such folder"),
-    ({"limit": -1}, "limit -1", "at least 0"), ({"tokenizer": "tiktoken:gpt2"}, "is 'bytes', not 'gpt2'"),
-    ({"out_dir": "{out}_unknown"}, "does not name its tokenizer", "--tokenizer"),
-    ({"out_dir": "{out}_less"}, "256 tokens, the model 100"),
-    ({"tasks": "my_text", "include": "{folder}"}, "my_text", "Couldn't reach the Hub at all"),
-]
+REFUSED = [  # settings; a key word. {folder} has tasks, {out} is a run, beside it runs with something wrong
+    ({"out_dir": ""}, "give a run's folder"), ({"out_dir": "{out}/none"}, "no checkpoint"),
+    ({"tasks": "my_chioce"}, "no task 'my_chioce' (there are my_choice"), ({"tasks": ","}, "no tasks"),
+    ({"include": "{out}/none"}, "no such folder"), ({"limit": -1}, "limit -1 must be at least 0"),
+    ({"batch_tokens": 0}, "batch_tokens 0"), ({"max_length": -1}, "max_length -1"),
+    ({"tokenizer": "tiktoken:gpt2"}, "is 'bytes', not 'gpt2'"), ({"out_dir": "{out}_unknown"}, "set --tokenizer"),
+    ({"out_dir": "{out}_less"}, "256 tokens, the model 100"), ({"tasks": "my_text"}, "Couldn't reach the Hub at all")]
 
 
 def test_mistakes_get_one_line(folder, tmp_path, monkeypatch):
@@ -242,14 +259,14 @@ def test_mistakes_get_one_line(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "TaskManager", manager)
     offline = mock.Mock(side_effect=ConnectionError("Couldn't reach the Hub\nat all"))
     monkeypatch.setattr("datasets.load_dataset", offline)
-    places = {"folder": folder, "out": make_run(tmp_path / "run")}
-    make_run(tmp_path / "run_unknown", tokenizer=None), make_run(tmp_path / "run_less", tiny(vocab_size=100))
-    for settings, *words in REFUSED:
+    out = make_run(tmp_path / "run")
+    make_run(tmp_path / "run_unknown", tokenizer=None)
+    make_run(tmp_path / "run_less", tiny(vocab_size=100))
+    for settings, word in REFUSED:
         settings = {"out_dir": "{out}", "include": "{folder}", **settings}
-        given = {key: str(value).format(**places) for key, value in settings.items()}
-        refused(run(**given), *(word.format(**places) for word in words))
+        refused(run(**{key: str(value).format(folder=folder, out=out) for key, value in settings.items()}), word)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused(run(places["out"]), "lm_eval is missing", "make eval")
+    refused(run(out), "make eval")
 
 
 # ----------------------------------------------------------------------------------------------------- embedded tasks
@@ -302,13 +319,18 @@ def test_the_embedded_tasks_through_the_harness(library, tmp_path, monkeypatch):
 
 def test_table_2_stands_beside_the_papers():
     values = {"acc": 0.25, "acc_norm": 0.5, "acc_stderr": 0.01, "acc_norm_stderr": 0.02}
-    results = dict.fromkeys(tasks.PAPER, values)
-    lines = tasks.table2("mine", results).splitlines()
-    assert "PIQA acc" in lines[0] and "ARC-c acc_norm" in lines[0]
+    lines = tasks.table2("mine", dict.fromkeys(tasks.PAPER, values)).splitlines()
+    assert "PIQA acc " in lines[0] and "ARC-c acc_norm" in lines[0]
     cells = {line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:-1]] for line in lines[:8]}
     assert cells["mine"] == ["25.00", "50.00", "25.00", "25.00", "50.00", "50.00", "25.00", "25.00", "34.38"]
     assert cells["standard error"][:2] == ["1.00", "2.00"] and cells["Longhorn (paper)"][-1] == "52.35"
-    assert "swapped" in "".join(lines) and "SIQA" in "".join(lines)
+    assert "swapped" in "".join(lines)
+
+
+def test_a_log_line_has_the_mean_perplexity_of_the_tasks_that_have_one():
+    results = {"a": {"perplexity": 2.0, "acc": 0.5, "acc_stderr": 0.1, "documents": 9, "chance": 0.25},
+               "b": {"perplexity": 8.0}, "c": {"bits_per_byte": 1.5}}
+    assert tasks.scores(results) == {"perplexity": 5.0, "a_acc": 0.5, "a_acc_stderr": 0.1, "c_bits_per_byte": 1.5}
 
 
 # ------------------------------------------------------------------------------------------------------- in training
