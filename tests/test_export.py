@@ -132,7 +132,10 @@ def test_out_and_in_again(family, tmp_path):
     theirs = family in PARITY or family == "mamba*2"
     assert theirs == ("trust_remote_code" not in said)
     config = export.read_json(to / "config.json")
-    assert config["run"].pop("verified")["tokens"] == 24
+    verified = config["run"].pop("verified")
+    last = lm(export.random_tokens(256, 24))[0][0, -1]  # as many as block_size
+    close(torch.tensor(verified["logits"]), torch.cat([last[::4], last.logsumexp(0)[None]]), 1e-4)
+    assert verified["tokens"] == 24 and verified["files"].keys() >= {"config.json", "tokenizer.json"}
     assert config["run"] == {"tokenizer": "char", "table": table, "step": 7, "tokens": 700, "data": {"train": "ab"},
                              "weights_crc32": checkpoint.checksum(to / "model.safetensors")}
     if not theirs:
@@ -559,17 +562,22 @@ def test_without_transformers_nothing_is_said_to_be_theirs(tmp_path, monkeypatch
     refused(run(from_hf=tmp_path / "theirs", out_dir=tmp_path / "in"), "pip install -r requirements-test.txt")
 
 
-@pytest.mark.parametrize("times, is_written", [(1 + 3e-4, False), (1 + 3e-5, True)])
-def test_what_cannot_be_read_back_gets_no_name(times, is_written, tmp_path, monkeypatch):
+@pytest.mark.parametrize("times, refusal", [(1 + 3e-4, "logits differ by 3e-04 of the largest"), (1 + 3e-5, None),
+                                            (float("nan"), "logits differ by nan")])
+def test_what_cannot_be_read_back_gets_no_name(times, refusal, tmp_path, monkeypatch):
     """A fault in the writer beyond a ten-thousandth of the largest logit, which is more than kernels differ by."""
     make_run(tmp_path / "run", tiny())
     real = export.write_files
     monkeypatch.setattr(export, "write_files", lambda folder, config, tensors, files: real(
         folder, config, {**tensors, "norm.weight": tensors["norm.weight"] * times}, files))
     result = run(out_dir=tmp_path / "run", to=tmp_path / "hf")
-    if not is_written:
-        refused(result, "logits differ by 3e-04", "at most 1e-04", "nothing was written")
-    assert sorted(os.listdir(tmp_path)) == ["hf", "run"][1 - is_written:]
+    if refusal:
+        refused(result, refusal, "at most 1e-04", "nothing was written")
+    assert sorted(os.listdir(tmp_path)) == (["run"] if refusal else ["hf", "run"])
+
+
+def test_the_tokens_of_the_check_are_those_of_every_version():
+    assert export.random_tokens(256, 5).tolist() == [[172, 47, 117, 192, 67]]
 
 
 @pytest.mark.parametrize("family", ["llama", "longhorn"])
