@@ -32,7 +32,6 @@ from typing import Literal
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.weak import WeakIdKeyDictionary
 
 from common.torch_private import constant_when_compiled
 from initialisation import (
@@ -50,6 +49,7 @@ from initialisation import (
     xavier,
 )
 from kernels import choose
+from kernels.cache import append_to_cache
 from kernels.linear_attention import gated_linear_attention
 from kernels.ops import attention, causal_conv1d, conv_state, cross_entropy, documents, linear_cross_entropy, rms_norm
 from kernels.scan import longhorn_scan, selective_scan
@@ -83,15 +83,16 @@ class ModelConfig:
     @property
     def unrolled(self):
         """The family of each layer of the pattern, once. Raises ValueError for one that cannot be parsed."""
-        pattern = self.pattern or self.model
-        parts = [re.fullmatch(r"\s*(\w+?)\s*(?:\*\s*([1-9]\d{0,3}))?\s*", part) for part in pattern.split(",")]
-        if not all(parts):
-            raise ValueError(f"pattern {pattern!r}: expected family names, as longhorn*3,llama")
-        names = [part[1] for part in parts for _ in range(int(part[2] or 1))]
-        for name in names:
-            if name not in FAMILIES:
+        pattern, names = self.pattern or self.model, []
+        for part in pattern.split(","):
+            parsed = re.fullmatch(r"\s*(\w+?)\s*(?:\*\s*([1-9]\d{0,3}))?\s*", part)
+            if not parsed:
+                raise ValueError(f"pattern {pattern!r}: expected family names, as longhorn*3,llama")
+            family, times = parsed.groups()
+            if family not in FAMILIES:
                 others = "" if "rwkv" in FAMILIES else "; `import families` adds the others"
-                raise ValueError(f"unknown model {name!r}: choose one of {', '.join(FAMILIES)}{others}")
+                raise ValueError(f"unknown model {family!r}: choose one of {', '.join(FAMILIES)}{others}")
+            names += [family] * int(times or 1)
         return names
 
     @property
@@ -102,9 +103,10 @@ class ModelConfig:
     def check_pattern(self):
         """Raises ValueError if the pattern is so much longer than n_layer that one of its families has no layer."""
         names, n = self.unrolled, self.n_layer
-        if lost := [family for family in names[n:] if family not in names[:n]]:
-            raise ValueError(f"pattern {self.pattern!r}: no {lost[0]} in {n} layers; set n_layer to {len(names)} or "
-                             "more, or give a shorter pattern")
+        for family in names[n:]:
+            if family not in names[:n]:
+                raise ValueError(f"pattern {self.pattern!r}: no {family} in {n} layers; set n_layer to {len(names)} or "
+                                 "more, or give a shorter pattern")
 
     @property
     def n_branches(self):
@@ -200,7 +202,7 @@ class Mamba(ScanBlock):
 def split_heads(config, multiple=1):
     """Channels per head. Raises ValueError unless that is a whole number and a multiple of `multiple`."""
     if config.n_embd % (config.n_head * multiple):
-        times = f" times {multiple}" * (multiple > 1)
+        times = f" times {multiple}" if multiple > 1 else ""
         raise ValueError(f"n_embd {config.n_embd} is not a multiple of n_head {config.n_head}{times}: choose an n_head "
                          f"that divides {config.n_embd // multiple}")
     return config.n_embd // config.n_head
@@ -213,7 +215,9 @@ class Attention(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        d, self.H, self.n = config.n_embd, config.n_head, split_heads(config, multiple=2)  # rotary pairs
+        d = config.n_embd
+        self.H = config.n_head
+        self.n = split_heads(config, multiple=2)  # rotary pairs
         self.qkv = linear(d, 3 * d, start=normal(0.02), parts=[d, d, d])
         self.out_proj = linear(d, d, start=to_residual(config))
         self.backend = config.backend
@@ -256,33 +260,6 @@ def constant_rotary_tables(*args):
     return rotary_tables(*args)
 
 
-# Keys returned by `append_to_cache` -> (buffers of keys and values with room at the end; the values returned with them)
-ROOMS = WeakIdKeyDictionary()
-
-
-def append_to_cache(cache, k, v):
-    """Append k and v (B, H, T, n) to a (keys, values) cache. The cache passed in is not modified.
-
-    The buffers have room at the end, so that a new token does not copy the whole cache; when the room is used up, they
-    grow by a quarter. The room belongs to exactly the tensors that were returned, and the first caller to continue them
-    gets it. Any other continuation, or a cache that was cut, sorted, expanded, moved or loaded, starts with a copy.
-    With gradients, or when compiling: torch.cat.
-    """
-    past_k, past_v = cache
-    past, T = past_k.shape[2], past_k.shape[2] + k.shape[2]
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return torch.cat([past_k.to(k.dtype), k], 2), torch.cat([past_v.to(v.dtype), v], 2)
-    room_k, room_v, values = ROOMS.pop(past_k, (None, None, None))  # only one of two threads gets it
-    if not (values is past_v and T <= room_k.shape[2] and k.dtype == room_k.dtype and k.shape[:2] == room_k.shape[:2]
-            and room_k.is_inference() == torch.is_inference_mode_enabled()):
-        room_k, room_v = (a.new_empty(*a.shape[:2], T + max(32, T // 4), a.shape[3]) for a in (k, v))
-        room_k[:, :, :past], room_v[:, :, :past] = past_k, past_v
-    room_k[:, :, past:T], room_v[:, :, past:T] = k, v
-    keys, values = room_k[:, :, :T], room_v[:, :, :T]
-    ROOMS[keys] = room_k, room_v, values
-    return keys, values
-
-
 class SwiGLU(nn.Module):
     """W_2 (silu(W_1 x) * W_3 x), hidden width 8 d / 3 rounded up to a multiple of mlp_multiple (LLaMA)."""
 
@@ -291,7 +268,8 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        d, hidden = config.n_embd, self.hidden(config)
+        d = config.n_embd
+        hidden = self.hidden(config)
         self.w1 = linear(d, hidden, start=normal(0.02))
         self.w3 = linear(d, hidden, start=normal(0.02))
         self.w2 = linear(hidden, d, start=to_residual(config))
@@ -313,7 +291,8 @@ def round_up(width, multiple):
 def head_norm(x, weight=1.0, eps=1e-5, backend=None):
     """RMSNorm over the channels of each head: x (B, T, H, n), times `weight`, a number or a tensor (n,)."""
     if not isinstance(weight, torch.Tensor):
-        weight = torch.full(x.shape[-1:], weight, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        weight = torch.full(x.shape[-1:], weight, device=x.device, dtype=dtype)
     return rms_norm(x, weight, eps, backend)
 
 
@@ -329,8 +308,10 @@ class GLA(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        d, self.H, self.backend = config.n_embd, config.n_head, config.backend
+        d = config.n_embd
+        self.H = config.n_head
         self.n = split_heads(config, multiple=2) // 2  # keys are half as wide as values
+        self.backend = config.backend
         self.qk = linear(d, d, start=xavier(d // 2, d, 2**-2.5), parts=[d // 2, d // 2])
         self.v = linear(d, d, start=normal(0.02))
         self.forget1 = linear(d, 16, start=xavier(16, d, 2**-2.5))
@@ -341,10 +322,12 @@ class GLA(nn.Module):
     def forward(self, x, state=None):
         heads = lambda a: a.unflatten(-1, (self.H, -1))
         q, k = self.qk(x).chunk(2, -1)  # (B, T, d/2) each
-        log_a = F.logsigmoid(self.forget2(self.forget1(x))) / 16  # (B, T, d/2)
-        o, S = gated_linear_attention(heads(q * self.n**-0.5), heads(k), heads(self.v(x)), heads(log_a), state,
-                                      backend=self.backend)  # (B, T, H, 2 n), (B, H, n, 2 n)
-        y = self.out_proj(F.silu(self.gate(x)) * head_norm(o, backend=self.backend).flatten(2))
+        q, k = heads(q * self.n**-0.5), heads(k)  # (B, T, H, n) each
+        log_a = heads(F.logsigmoid(self.forget2(self.forget1(x))) / 16)  # (B, T, H, n)
+        v = heads(self.v(x))  # (B, T, H, 2 n)
+        o, S = gated_linear_attention(q, k, v, log_a, state, backend=self.backend)  # (B, T, H, 2 n), (B, H, n, 2 n)
+        o = head_norm(o, backend=self.backend).flatten(2)  # (B, T, d)
+        y = self.out_proj(F.silu(self.gate(x)) * o)
         return y, None if state is None else S
 
     def initial_state(self, batch_size, device):
@@ -376,25 +359,12 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, backend=self.backend)
 
 
-REPLACED = {  # methods that mixers had until November 2026 -> what to write instead
-    "init_table": "set how a parameter starts where you create it: linear(n_in, n_out, start=normal(0.02)) or "
-                  "parameter(*shape, start=constant(0.0)), see initialisation.py",
-    "projections": "list the parts of a fused map where you create it: linear(n_in, n_out, start, parts=[rows, ...])",
-    "mixing_flops": "name the operator in `operator`, or set `flops`: a number, or a function of T",
-    "state_size": "delete it: the tensors of initial_state are counted; a dimension of 0 is a cache that grows",
-}
-
-
 class Branch(nn.Module):
-    """mixer(norm(h)), one term added to the residual stream. Raises ValueError for a mixer written for an earlier
-    version."""
+    """mixer(norm(h)), one term added to the residual stream."""
 
     def __init__(self, norm, mixer):
         super().__init__()
         self.norm, self.mixer = norm, mixer
-        for method, instead in REPLACED.items():
-            if hasattr(type(mixer), method):  # of the class: attributes set on self may have these names
-                raise ValueError(f"{where_is(type(mixer))} defines {method}, which is no longer called: {instead}")
 
     def forward(self, h, state=None):
         x = self.norm(h)
@@ -441,9 +411,13 @@ def check_tokens(idx):
 
 def tensors_of(state):
     """The tensors in a state, however nested in lists and tuples."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    found = []
     if isinstance(state, (list, tuple)):
-        return [a for part in state for a in tensors_of(part)]
-    return [state] if isinstance(state, torch.Tensor) else []
+        for part in state:
+            found += tensors_of(part)
+    return found
 
 
 def emptied(state, empty, rows):
@@ -459,6 +433,25 @@ def emptied(state, empty, rows):
     return torch.where(rows.view(-1, *[1] * (state.dim() - 1)), empty.to(state.dtype), state)
 
 
+def norm_of(family):
+    return NORMS.get(family, RMSNorm)
+
+
+def check_sizes(config):
+    """Raises ValueError for sizes that no model has, and for an unknown backend."""
+    for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "d_state", "d_conv", "expand",
+                 "mlp_multiple"):
+        most = 1024 if name == "n_layer" else 2**31 - 1
+        if not 1 <= getattr(config, name) <= most:
+            raise ValueError(f"{name} {getattr(config, name)} must be at least 1, and at most {most}")
+    if config.dt_rank < 0:
+        raise ValueError(f"dt_rank {config.dt_rank} must be at least 1, or 0 for n_embd / 16")
+    if config.window < 0:
+        raise ValueError(f"window {config.window} must be at least 1, or 0 for half of block_size")
+    if config.backend not in BACKENDS:
+        raise ValueError(f"unknown backend {config.backend!r}: choose one of {', '.join(BACKENDS[1:])}, or none")
+
+
 class LM(nn.Module):
     """A language model of any family or pattern of families: `logits, loss = LM(config)(idx, targets)`.
 
@@ -468,17 +461,7 @@ class LM(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "d_state", "d_conv", "expand",
-                     "mlp_multiple"):
-            most = 1024 if name == "n_layer" else 2**31 - 1
-            if not 1 <= getattr(config, name) <= most:
-                raise ValueError(f"{name} {getattr(config, name)} must be at least 1, and at most {most}")
-        if config.dt_rank < 0:
-            raise ValueError(f"dt_rank {config.dt_rank} must be at least 1, or 0 for n_embd / 16")
-        if config.window < 0:
-            raise ValueError(f"window {config.window} must be at least 1, or 0 for half of block_size")
-        if config.backend not in BACKENDS:
-            raise ValueError(f"unknown backend {config.backend!r}: choose one of {', '.join(BACKENDS[1:])}, or none")
+        check_sizes(config)
         self.config = config
         # First: constructors of PyTorch use up random numbers. Neither randint nor Embedding(V, d): on "meta" these
         # import a second's worth of modules.
@@ -486,19 +469,21 @@ class LM(nn.Module):
         self.embed = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd), freeze=False)
         self.embed.weight.start = normal(0.02)
         self.layers = nn.ModuleList(self.build_layers(config))
-        families = config.families  # the first layer's family decides the norm before all layers, the last one's after
-        norm = lambda family: NORMS.get(family, RMSNorm)(config)
-        self.embed_norm = norm(families[0]) if families[0] in EMBEDDING_NORMS else nn.Identity()
-        self.norm = norm(families[-1])
-        self.positions = POSITIONS[families[0]](config) if families[0] in POSITIONS else None
+        first, last = config.families[0], config.families[-1]  # their norms stand before and after all layers
+        self.embed_norm = norm_of(first)(config) if first in EMBEDDING_NORMS else nn.Identity()
+        self.norm = norm_of(last)(config)
+        self.positions = POSITIONS[first](config) if first in POSITIONS else None
         draw(self, seed)
         if config.documents == "pack":
             self.check_documents()
 
     def build_layers(self, config):
         """The layers of the config's pattern."""
-        return [Layer(config, FAMILIES[name], i, NORMS.get(name, RMSNorm)) for i, name in enumerate(config.families)
-                if i in config.places]
+        layers = []
+        for i, family in enumerate(config.families):
+            if i in config.places:
+                layers.append(Layer(config, FAMILIES[family], i, norm_of(family)))
+        return layers
 
     def check_documents(self):
         """Raises ValueError if a mixer or learned positions would carry over from one packed document to the next."""
@@ -529,13 +514,15 @@ class LM(nn.Module):
         check_tokens(idx)
         if loss_only and targets is None:
             raise ValueError("loss_only needs targets: pass them, or drop loss_only")
-        keep = state is not None
-        if keep and (len(state) != len(self.layers) or {len(a) for a in tensors_of(state) if a.dim() > 1} - {len(idx)}):
-            raise ValueError(f"state does not fit {len(self.layers)} layers and a batch of {len(idx)}: start from "
-                             f"initial_state({len(idx)}), or from the state that the previous call returned")
-        h, after = (self.through_documents if keep and self.config.documents == "pack" else self.through_layers)(
-            idx, state)  # (B, T, n_embd)
-        h = self.norm(h[:, -1:] if last_only else h)
+        if state is not None:
+            self.check_state(state, len(idx))
+        if state is not None and self.config.documents == "pack":
+            h, after = self.through_documents(idx, state)
+        else:
+            h, after = self.through_layers(idx, state)  # (B, T, n_embd)
+        if last_only:
+            h = h[:, -1:]
+        h = self.norm(h)
         logits = loss = None
         from_logits = self.config.loss_from_logits or self.config.backend == "torch" or torch.compiler.is_compiling()
         if loss_only and not from_logits:
@@ -544,16 +531,27 @@ class LM(nn.Module):
             logits = F.linear(h, self.embed.weight)  # (B, T, vocab_size)
             if targets is not None:
                 loss = cross_entropy(logits, targets)
-        logits = None if loss_only else logits
-        return (logits, loss, after) if keep else (logits, loss)
+        if loss_only:
+            logits = None
+        return (logits, loss) if state is None else (logits, loss, after)
+
+    def check_state(self, state, batch_size):
+        """Raises ValueError for a state of another model or batch size."""
+        sizes = {len(a) for a in tensors_of(state) if a.dim() > 1}
+        if len(state) != len(self.layers) or sizes - {batch_size}:
+            raise ValueError(f"state does not fit {len(self.layers)} layers and a batch of {batch_size}: start from "
+                             f"initial_state({batch_size}), or from the state that the previous call returned")
 
     def through_layers(self, idx, state=None):
         """((B, T, n_embd) after the last layer, the layers' next state)."""
-        h, after = self.embed_norm(self.embed(idx)), []  # (B, T, n_embd)
+        h = self.embed_norm(self.embed(idx))  # (B, T, n_embd)
         if self.positions is not None:
             h = h + self.positions(idx.shape[1], state)  # (1, T, n_embd)
-        pack = self.config.documents == "pack" and state is None
-        with documents((idx == self.config.end_of_text).roll(1, 1) if pack else None):
+        starts = None  # (B, T), where documents begin
+        if self.config.documents == "pack" and state is None:
+            starts = (idx == self.config.end_of_text).roll(1, 1)
+        after = []
+        with documents(starts):
             for layer, s in zip(self.layers, state or [None] * len(self.layers), strict=True):
                 h, s = layer(h, s)
                 after.append(s)
@@ -562,11 +560,13 @@ class LM(nn.Module):
     def through_documents(self, idx, state):
         """The same for packed documents that are read through a state: the token that ends one empties the state, as
         the next document starts from an empty one in training."""
-        ends, parts = idx == self.config.end_of_text, []  # (B, T)
-        cuts = [end + 1 for end in ends.any(0).nonzero()[:, 0].tolist() if end + 1 < idx.shape[1]]
+        ends = idx == self.config.end_of_text  # (B, T)
+        cuts = ends.any(0).nonzero()[:, 0] + 1
+        cuts = cuts[cuts < idx.shape[1]].tolist()
+        parts = []
         for part in idx.tensor_split(cuts, 1):
             h, state = self.through_layers(part, state)
-            ended = part[:, -1] == self.config.end_of_text
+            ended = part[:, -1] == self.config.end_of_text  # (B,)
             if ended.any():
                 state = emptied(state, self.initial_state(len(idx)), ended)
             parts.append(h)
@@ -578,5 +578,5 @@ class LM(nn.Module):
 
     def initial_state(self, batch_size):
         """The state before the first token, per layer and branch. Raises ValueError for a mixer that keeps none."""
-        return [[branch.initial_state(batch_size, self.embed.weight.device) for branch in layer.branches]
-                for layer in self.layers]
+        device = self.embed.weight.device
+        return [[branch.initial_state(batch_size, device) for branch in layer.branches] for layer in self.layers]

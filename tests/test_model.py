@@ -32,7 +32,7 @@ import optim
 import sample
 import train
 from inspection import counting
-from kernels import choose
+from kernels import cache, choose
 from model import FAMILIES, LM, ModelConfig
 from tools import parameters as table
 from tools.parameters import SIZES, TABLE1
@@ -439,10 +439,10 @@ def test_state_size_is_that_of_the_state_and_constant_for_all_but_attention(fami
 
 def test_a_compiled_model_reads_on():
     lm, idx = tiny("llama", n_layer=1), tokens(2, 12)
-    compiled, rooms = torch.compile(lm, backend="eager", dynamic=True), len(model.ROOMS)
+    compiled, rooms = torch.compile(lm, backend="eager", dynamic=True), len(cache.ROOMS)
     with torch.no_grad():
         close(in_chunks(compiled, idx, [8, 4])[0], lm(idx)[0])
-        assert len(model.ROOMS) == rooms  # a graph holds torch.cat
+        assert len(cache.ROOMS) == rooms  # a graph holds torch.cat
 
 
 def test_a_token_does_not_copy_the_cache():
@@ -471,9 +471,9 @@ def with_caches(state, change):
 @torch.no_grad()
 def test_a_cache_of_keys_with_other_values():
     new = lambda: (torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5))
-    keys, values = model.append_to_cache(new(), *new())
+    keys, values = cache.append_to_cache(new(), *new())
     (k, v), others = new(), torch.randn_like(values)
-    after = model.append_to_cache((keys, others), k, v)
+    after = cache.append_to_cache((keys, others), k, v)
     assert torch.equal(after[0], torch.cat([keys, k], 2)) and torch.equal(after[1], torch.cat([others, v], 2))
 
 
@@ -1049,11 +1049,6 @@ def test_top_k_and_top_p_cut_the_tail():
 
 # ------------------------------------------------------------------------------------------------------------- refusals
 
-def with_method(name):
-    """A mixer written for the version before November 2026."""
-    return type("Older", (Mean,), {name: lambda self, T: 0})
-
-
 @pytest.mark.parametrize("changes, words", [
     ({"model": "longhron"}, "unknown model 'longhron': choose one of longhorn, .*"),
     ({"pattern": "llama,longhron"}, "unknown model 'longhron': choose one of longhorn, .*"),
@@ -1074,10 +1069,6 @@ def with_method(name):
     ({"model": "rwkv", "n_head": 3}, "n_embd 32 .*n_head 3: .*divides 32"),
     ({"model": "gla", "mlp_multiple": 0}, "mlp_multiple 0 .*"),
     ({"backend": "fsued"}, "unknown backend 'fsued': choose one of torch, .*fused, .*"),
-    ({"model": with_method("init_table")}, r"Older \(.*init_table.*linear\(.*start=.*"),
-    ({"model": with_method("projections")}, r"Older \(.*projections.*parts=.*"),
-    ({"model": with_method("mixing_flops")}, r"Older \(.*mixing_flops.*`flops`.*"),
-    ({"model": with_method("state_size")}, r"Older \(.*state_size.*initial_state.*"),
     ({"model": Mean, "documents": "pack"}, r"documents=pack: Mean \(test_model.py\) .*--documents=join.*"),
     ({"model": "rwkv_released", "documents": "pack"}, "documents=pack: positions .*")], ids=str)
 def test_impossible_models_are_refused_in_a_line(changes, words, monkeypatch):

@@ -32,6 +32,7 @@ from common.errors import ConfigError
 from inspection.self_check import OTHER_ORDER, self_check
 from kernels import build, fused, linear_attention, ops
 from kernels import linear_attention as la
+from kernels.cache import ROOMS
 from kernels.scan import selective_scan
 from model import FAMILIES, LM, ModelConfig
 
@@ -356,7 +357,7 @@ class Future(Cumulative):
 def forgets(f):
     """A cache that outgrows its room loses the values that it had."""
     def append(cache, k, v):
-        past, room = cache[0].shape[2], model.ROOMS.get(cache[0])
+        past, room = cache[0].shape[2], ROOMS.get(cache[0])
         full = past and (room is None or past + k.shape[2] > room[0].shape[2])
         return f((cache[0], 0 * cache[1]) if full and not torch.is_grad_enabled() else cache, k, v)
     return append
