@@ -93,11 +93,8 @@ def _choose(op, backend, device, dtype, cannot, library_cannot, forced_plain, li
         raise RuntimeError(f"{op}: {NO_LIBRARY[op]}: leave backend empty")
     default = not backend and op in fused.BY_DEFAULT and not libraries_off
     if op in fused.LIBRARIES and (backend == "fused" or default):
-        reason = f"the tensors are on {device}" if device != fused.GPU else fused.refusal(op, dtype) or library_cannot
-        reason = reason or fused.load(op)[1]
+        reason = _library_refuses(op, device, dtype, library_cannot)
         if reason is None:
-            tunes = ", whose kernels are tuned at their first start, for minutes" if op in fused.BY_DEFAULT else ""
-            build.say_once(f"{op}: {fused.LIBRARIES[op][0]}{tunes}")
             return "fused"
         if backend:
             raise RuntimeError(f"{op}: backend 'fused' cannot run here: {reason}: leave backend empty, or pip install "
@@ -111,6 +108,17 @@ def _choose(op, backend, device, dtype, cannot, library_cannot, forced_plain, li
             raise RuntimeError(f"{op}: backend {backend!r} cannot run here: the tensors are on {device}")
         return device
     return _choose_native(op, backend, device, dtype, cannot, inside)
+
+
+def _library_refuses(op, device, dtype, library_cannot):
+    """Why the library cannot run this operator here; None if it can, which is announced once."""
+    if device != fused.GPU:
+        return f"the tensors are on {device}"
+    reason = fused.refusal(op, dtype) or library_cannot or fused.load(op)[1]
+    if reason is None:
+        tunes = ", whose kernels are tuned at their first start, for minutes" if op in fused.BY_DEFAULT else ""
+        build.say_once(f"{op}: {fused.LIBRARIES[op][0]}{tunes}")
+    return reason
 
 
 def _choose_native(op, backend, device, dtype, cannot, inside):

@@ -168,44 +168,57 @@ class Kernels:
 @functools.lru_cache(1024)
 def _prepare(args_class, shape, dtype, device, update, rows, gated, backward, threads, **sizes):
     """The attributes of Kernels that depend only on shapes, dtypes and devices; copy `args`. module: None on a CPU."""
-    (B, T, D), module, segments = shape, None, 1  # segments of T; for the convolution, its tiles
-    B = B if rows is None else rows
+    B, T, D = shape
+    if rows is not None:
+        B = rows
     if device.type == "cuda":
-        gpu, threads = torch.cuda.get_device_properties(device), 0
-        architecture = f"sm_{gpu.major}{gpu.minor}"
-        if update is None:
-            module = build.cuda_module("conv", dtype, (sizes["W"],), architecture, device.index)
-            segments = -(-T // build.CONV_TILE)
-        else:
-            # joining segments of `exact` would take products of N x N matrices; segments run only as whole chunks
-            may_split = gated and rows is None and update != "exact"
-            shared = gpu.shared_memory_per_multiprocessor
-            layout = cuda_shape(update, B, T, D, sizes["N"], gpu.multi_processor_count, shared, may_split)
-            module = build.cuda_module(update, dtype, layout, architecture, device.index)
-            row_bytes = module.channels // (module.threads // 32) * dtype.itemsize  # per warp, fetched 16 at a time
-            whole = T % build.CHUNK == 0 and D % module.channels == 0 and sizes["N"] == module.states
-            if may_split and whole and row_bytes >= 16:
-                segments = cuda_segments(update, dtype, layout, B * D // module.channels, T, gpu.multi_processor_count,
-                                         shared, backward)
-        # steps; bytes of a row, which may be half of a wider one
-        if T >= 2**31 - build.CUDA_THREADS or 2 * D * 4 >= 2**31:
-            raise ValueError(f"{T} steps of {D} channels: the kernels for a GPU take up to "
-                             f"{2**31 - build.CUDA_THREADS - 1} and {2**28 - 1}: use backend='torch'")
-        splits = -(-D // module.channels)  # blocks that share a row
-        if B * segments * splits >= 2**31:
-            raise ValueError(f"{B} rows of {D} channels take {B * segments * splits} blocks, but a GPU starts up to "
-                             f"{2**31 - 1}: split the batch")
+        threads = 0
+        module, segments, splits = _on_gpu(B, T, D, dtype, device, update, rows, gated, backward, sizes)
     else:
+        module, segments = None, 1
         dtype = torch.float32 if dtype == torch.float16 else dtype
-        groups, splits = -(-D // build.library().longhorn_lanes()), 1
+        groups = -(-D // build.library().longhorn_lanes())
+        splits = 1
         while B * splits % threads and B * splits < 4 * threads and splits < groups:
             splits += 1  # until all threads have equal work
     if update is not None:
-        sizes |= segment_sizes(T, segments) | {"update": UPDATES.index(update)}
+        sizes |= segment_sizes(T, segments)
+        sizes["update"] = UPDATES.index(update)
         segments = sizes["segments"]
     args = args_class(B=B, T=T, D=D, splits=splits, threads=threads, dtype=int(dtype == torch.bfloat16), **sizes)
     aligned = 16 if update is not None and segments > 1 else 1  # bytes to which fetched rows must be aligned
     return dict(device=device, dtype=dtype, module=module, segments=segments, aligned=aligned, args=args)
+
+
+def _on_gpu(B, T, D, dtype, device, update, rows, gated, backward, sizes):
+    """(module, segments of T or the convolution's tiles, blocks that share a row). Raises ValueError for a call that a
+    GPU cannot start."""
+    gpu = torch.cuda.get_device_properties(device)
+    architecture = f"sm_{gpu.major}{gpu.minor}"
+    segments = 1
+    if update is None:
+        module = build.cuda_module("conv", dtype, (sizes["W"],), architecture, device.index)
+        segments = -(-T // build.CONV_TILE)
+    else:
+        # joining segments of `exact` would take products of N x N matrices; segments run only as whole chunks
+        may_split = gated and rows is None and update != "exact"
+        shared = gpu.shared_memory_per_multiprocessor
+        layout = cuda_shape(update, B, T, D, sizes["N"], gpu.multi_processor_count, shared, may_split)
+        module = build.cuda_module(update, dtype, layout, architecture, device.index)
+        row_bytes = module.channels // (module.threads // 32) * dtype.itemsize  # per warp, fetched 16 at a time
+        whole = T % build.CHUNK == 0 and D % module.channels == 0 and sizes["N"] == module.states
+        if may_split and whole and row_bytes >= 16:
+            blocks = B * D // module.channels
+            segments = cuda_segments(update, dtype, layout, blocks, T, gpu.multi_processor_count, shared, backward)
+    # steps; bytes of a row, which may be half of a wider one
+    if T >= 2**31 - build.CUDA_THREADS or 2 * D * 4 >= 2**31:
+        raise ValueError(f"{T} steps of {D} channels: the kernels for a GPU take up to "
+                         f"{2**31 - build.CUDA_THREADS - 1} and {2**28 - 1}: use backend='torch'")
+    splits = -(-D // module.channels)
+    if B * segments * splits >= 2**31:
+        raise ValueError(f"{B} rows of {D} channels take {B * segments * splits} blocks, but a GPU starts up to "
+                         f"{2**31 - 1}: split the batch")
+    return module, segments, splits
 
 
 def kept_states(x, N):

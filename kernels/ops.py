@@ -229,29 +229,39 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, reverse=False, ba
     Returns:
         y (B, T, D) in x's dtype, differentiable once. `conv_state(x, state, W)` is the state after it.
     """
-    for name, a in (("x", x), ("weight", weight), ("bias", bias), ("state", state)):
-        if a is not None or name in ("x", "weight"):
-            check_tensor("causal_conv1d", name, a)
-    if x.dim() != 3 or weight.dim() != 2 or weight.shape[1] < 1:
-        raise ValueError("causal_conv1d: x must be (B, T, D) and weight (D, W) with W at least 1, got x "
-                         f"{tuple(x.shape)}, weight {tuple(weight.shape)}")
-    (B, _, D), W = x.shape, weight.shape[1]
-    check_shapes("causal_conv1d", f"x {tuple(x.shape)}", x.device, optional=("bias", "state"), wanted={
-        "weight": (weight, (D, W)), "bias": (bias, (D,)), "state": (state, (B, W - 1, D))})
+    _check_conv(x, weight, bias, state)
     x = x.to(choose.compute_dtype(x))
-    if backend == "fused" and (state is not None or not 2 <= W <= 4 or any(n % 8 for n in (D, *x.stride()[:2]))):
+    W = weight.shape[1]
+    in_eights = all(n % 8 == 0 for n in (x.shape[2], *x.stride()[:2]))
+    if backend == "fused" and (state is not None or not 2 <= W <= 4 or not in_eights):
         backend = None
     cannot = f"the kernels take convolutions up to width {build.MAX_WIDTH}" if W > build.MAX_WIDTH else None
-    chosen, packed = choose.choose("causal_conv1d", backend, x.device.type, x.dtype, cannot), documents_of(x)
-    if packed is not None and state is None and chosen == "torch":
+    chosen = choose.choose("causal_conv1d", backend, x.device.type, x.dtype, cannot)
+    packed = documents_of(x)
+    if state is not None:
+        packed = None  # a row that continues is one document
+    if packed is not None and chosen == "torch":
         return by_document(lambda x: _conv_torch(x, weight, bias, None, silu), [x], packed)
     if chosen == "torch":
         return flip(_conv_torch(flip(x, reverse, 1), weight, bias, state, silu), reverse, 1)
     if chosen == "fused":
         y = flip(_conv_fused(flip(x, reverse, 1), weight, bias, silu), reverse, 1)
     else:
-        y = _conv_op(x, *map(launch.cast, (weight, bias, state)), silu, reverse)
-    return y if packed is None or state is not None else _conv_anew(y, x, weight, bias, silu, packed)
+        y = _conv_op(x, launch.cast(weight), launch.cast(bias), launch.cast(state), silu, reverse)
+    return y if packed is None else _conv_anew(y, x, weight, bias, silu, packed)
+
+
+def _check_conv(x, weight, bias, state):
+    for name, a in (("x", x), ("weight", weight), ("bias", bias), ("state", state)):
+        if a is not None or name in ("x", "weight"):
+            check_tensor("causal_conv1d", name, a)
+    if x.dim() != 3 or weight.dim() != 2 or weight.shape[1] < 1:
+        raise ValueError("causal_conv1d: x must be (B, T, D) and weight (D, W) with W at least 1, got x "
+                         f"{tuple(x.shape)}, weight {tuple(weight.shape)}")
+    B, _, D = x.shape
+    W = weight.shape[1]
+    check_shapes("causal_conv1d", f"x {tuple(x.shape)}", x.device, optional=("bias", "state"), wanted={
+        "weight": (weight, (D, W)), "bias": (bias, (D,)), "state": (state, (B, W - 1, D))})
 
 
 @torch_private.not_compiled  # the number of documents differs from batch to batch
@@ -395,14 +405,7 @@ def attention(q, k, v, window=None, backend=None):
     Returns: (B, H, T, n) in v's dtype, or autocast's.
     Raises ValueError for mismatched shapes, RuntimeError for a backend that cannot run here.
     """
-    for name, a in (("q", q), ("k", k), ("v", v)):
-        check_tensor("attention", name, a)
-    fits = q.dim() == k.dim() == 4 and q.shape[2] <= k.shape[2] and k.shape == v.shape
-    if not fits or (q.shape[:2], q.shape[3]) != (k.shape[:2], k.shape[3]):
-        raise ValueError("attention: q must be (B, H, T, n), k and v (B, H, past + T, n), got q "
-                         f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
-    if window is not None and window < 1:
-        raise ValueError(f"attention: window must be at least 1, got {window}")
+    _check_attention(q, k, v, window)
     packed = documents_of(q.transpose(1, 2)) if q.shape == k.shape else None
     if packed is not None:
         swap = lambda *tensors: [a.transpose(1, 2) for a in tensors]
@@ -421,6 +424,17 @@ def attention(q, k, v, window=None, backend=None):
         return torch.cat([_windowed(q, k, v, window, i) for i in range(0, T, max(window, WINDOW_QUERIES))], 2)
     mask = _visible(T, past, q.device) if past and T > 1 else None
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1)
+
+
+def _check_attention(q, k, v, window):
+    for name, a in (("q", q), ("k", k), ("v", v)):
+        check_tensor("attention", name, a)
+    fits = q.dim() == k.dim() == 4 and q.shape[2] <= k.shape[2] and k.shape == v.shape
+    if not fits or (q.shape[:2], q.shape[3]) != (k.shape[:2], k.shape[3]):
+        raise ValueError("attention: q must be (B, H, T, n), k and v (B, H, past + T, n), got q "
+                         f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    if window is not None and window < 1:
+        raise ValueError(f"attention: window must be at least 1, got {window}")
 
 
 def _windowed(q, k, v, window, i):
