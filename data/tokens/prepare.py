@@ -493,12 +493,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shuffle", type=int, metavar="SEED", help="shuffle and split as nanoGPT does (seed 2357)")
     parser.add_argument("--workers", type=int, default=CORES, help=f"threads (default: one per core, {CORES} here)")
-    parser.add_argument("--part", help=argparse.SUPPRESS)
-    args = parse(parser)
-    if args.pop("part"):
-        raise DataError("--part is gone: for many machines type python data/tokens/cluster.py, with --cluster=slurm or "
-                        "--cluster=ray (docs/scale.md)")
-    tokens = prepare(**args)
+    tokens = prepare(**parse(parser))
     say(tokens)
     if warning := count_warning(tokens.meta):
         print(warning, file=sys.stderr)
