@@ -183,48 +183,43 @@ def forge(meta, entry="", data=b""):
     return content(zlib.crc32(content(0)))
 
 
-FOREIGN = "not a checkpoint of this project"
-REFUSED = {  # what is wrong: (the file's content, made of a good one's and of a folder; words of the line)
-    "cut short": (lambda good, _: good[:-1], "cut short"), "too long": (lambda good, _: good + b"\0", "too long"),
-    "a byte": (lambda good, _: good[:-1] + b"\xee", ": damaged (checksum ", "; use an earlier one next to it"),
-    "another version": (lambda good, _: good.replace(b'"version":"1"', b'"version":"2"'), "version 2 is unknown"),
-    "not there": (lambda good, _: None, "No such file or directory", "no checkpoint was saved here"),
-    "a pickle": (lambda _, folder: pickle.dumps(Malice(folder / "ran")), FOREIGN, "never opened"),
-    "an old pickle": (lambda _, folder: pickle.dumps(Malice(folder / "ran"), 0), FOREIGN, "never opened"),
-    "torch.save's": (lambda _, folder: torch_saved(Malice(folder / "ran")), FOREIGN, "never opened"),
-    "safetensors'": (lambda *_: safetensors.torch.save({"x": torch.zeros(300)}), FOREIGN),
-    **{f"junk {i}": (lambda *_, junk=junk: junk, FOREIGN) for i, junk in enumerate(
-        (b"hello, this is no checkpoint" * 20, b"\0" * 999, b"\xff" * 999))},
-    **{f"odd {i}": (lambda *_, odd=odd: forge(*odd), "") for i, odd in enumerate((
-        ['"other":"{}"'], ['"meta":"{"'], ['"meta":"[]"'], [f'"meta":"{"[" * 100_000 + "]" * 100_000}"'],
-        ['"meta":"{}"', f',"x":{{"dtype":"I8","shape":[0,{2**63}],"data_offsets":[0,0]}}']))}}
-
-
 def torch_saved(x):
     torch.save(x, buffer := io.BytesIO())
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("wrong", REFUSED)
-def test_what_is_no_checkpoint_is_one_line_and_is_passed_over(tmp_path, wrong):
-    make, *words = REFUSED[wrong]
+def test_what_is_no_checkpoint_is_one_line_and_is_passed_over(tmp_path):
     save(tmp_path / "good", {"w": torch.ones(9)}, {"step": 3})
-    content = make((tmp_path / "good").read_bytes(), tmp_path)
-    if content is not None:
+    good, malice = (tmp_path / "good").read_bytes(), Malice(tmp_path / "ran")
+    huge = f',"x":{{"dtype":"I8","shape":[0,{2**63}],"data_offsets":[0,0]}}'
+    other = good.replace(b'"version":"1"', b'"version":"2"')
+    foreign = "not a checkpoint of this project"
+    for content, *words in (
+            (good[:-1], f"cut short: {len(good) - 1} bytes, but its header says {len(good)}"),
+            (good + b"\0", f"too long: {len(good) + 1} bytes"),
+            (good[:-1] + b"\xee", ": damaged (checksum ", "; use an earlier one next to it"),
+            (other, "version 2 is unknown (this code reads 1)"),
+            (pickle.dumps(malice), foreign, "never opened"), (pickle.dumps(malice, 0), foreign, "never opened"),
+            (torch_saved(malice), foreign, "never opened"),
+            (safetensors.torch.save({"x": torch.zeros(300)}), foreign),
+            (b"hello, this is no checkpoint" * 20, foreign), (b"\0" * 999, foreign), (b"\xff" * 999, foreign),
+            (forge('"other":"{}"'),), (forge('"meta":"{"'),), (forge('"meta":"[]"'),),
+            (forge(f'"meta":"{"[" * 100_000 + "]" * 100_000}"'),), (forge('"meta":"{}"', huge),)):
         (tmp_path / "c").write_bytes(content)
-    line = refusal(tmp_path / "c")
-    assert all(word in line for word in words) and not (tmp_path / "ran").exists()
-    path, _, meta, passed = checkpoint.load_first([tmp_path / "c", tmp_path / "good"])
-    assert (path, meta, passed) == (tmp_path / "good", {"step": 3}, [f"{tmp_path / 'c'}{line}"])
+        line = refusal(tmp_path / "c")
+        assert all(word in line for word in words) and not (tmp_path / "ran").exists(), line
+        path, _, meta, passed = checkpoint.load_first([tmp_path / "c", tmp_path / "good"])
+        assert (path, meta, passed) == (tmp_path / "good", {"step": 3}, [f"{tmp_path / 'c'}{line}"])
+    assert "no checkpoint was saved here" in refusal(tmp_path / "nowhere")
+    assert "not a regular file" in refusal(tmp_path)
 
 
 def test_the_traps_were_armed(tmp_path):
-    """What REFUSED holds would run, or be read, if somebody opened it."""
-    pickle.loads(REFUSED["a pickle"][0](b"", tmp_path))
+    """What is refused above would run, or be read, if somebody opened it."""
+    pickle.loads(pickle.dumps(Malice(tmp_path / "ran")))
     assert (tmp_path / "ran").exists()
     (tmp_path / "c").write_bytes(forge('"meta":"{}"', ',"x":{"dtype":"I8","shape":[1],"data_offsets":[0,1]}', b"7"))
     assert load(tmp_path / "c") == ({"x": torch.tensor([55], dtype=torch.int8)}, {})
-    assert "not a regular file" in refusal(tmp_path)
 
 
 def test_weights_alone(tmp_path):
@@ -267,22 +262,32 @@ def files(folder):
     return sorted(path.stem for path in folder.iterdir())
 
 
+@pytest.mark.parametrize("keep, left", [(1, [7]), (2, [7, 5]), (3, [7, 5, 4]), (9, [7, 5, 4, 3, 1])])
+def test_so_many_of_the_latest_are_kept_the_newest_counted(tmp_path, keep, left):
+    """Beside those that are kept on purpose, here that of step 3; step 6 is not saved."""
+    manager = checkpoint.CheckpointManager(tmp_path, keep, kept_steps={3})
+    for step in (1, 3, 4, 5, 7):
+        manager.save({"w": torch.full((2,), step)}, {"step": step})
+    assert sorted(checkpoint.steps(tmp_path), reverse=True) == sorted({*left, 3}, reverse=True)
+    assert [load(path)[1]["step"] for path in checkpoint.candidates(tmp_path)][:2] == sorted({*left, 3})[::-1][:2]
+
+
 def test_the_last_and_the_best_are_kept(tmp_path):
     manager = checkpoint.CheckpointManager(tmp_path, keep=3)
-    for step, loss in ((1, 3.0), (2, 1.0), (3, math.nan), (4, None), (5, 2.0), (6, math.inf)):
+    for step, loss in ((1, 3.0), (2, 1.0), (3, math.nan), (4, None), (5, 2.0), (6, math.inf), (7, 1.0)):
         manager.save({"w": torch.full((2,), step)}, {"step": step}, loss)
-    assert files(tmp_path) == ["best", "checkpoint", "checkpoint-4", "checkpoint-5"]
-    assert [load(path)[1]["step"] for path in checkpoint.candidates(tmp_path)] == [6, 5, 4, 2]
+    assert files(tmp_path) == ["best", "checkpoint", "checkpoint-5", "checkpoint-6"]
+    assert [load(path)[1]["step"] for path in checkpoint.candidates(tmp_path)] == [7, 6, 5, 2]  # the first of equals
     assert load(tmp_path / checkpoint.BEST)[1]["best"] == load(tmp_path / checkpoint.NEWEST)[1]["best"] == [1.0, 2]
     resumed = checkpoint.CheckpointManager(tmp_path, keep=2)
-    resumed.on_resume(tmp_path / "checkpoint-4.safetensors", load(tmp_path / "checkpoint-4.safetensors")[1])
-    resumed.save({"w": torch.zeros(2)}, {"step": 5}, 1.5)  # where the newest was damaged, it is not kept
-    assert files(tmp_path) == ["best", "checkpoint", "checkpoint-4"]
-    assert [load(path)[1]["step"] for path in checkpoint.candidates(tmp_path)] == [5, 4, 2]
+    resumed.on_resume(tmp_path / "checkpoint-5.safetensors", load(tmp_path / "checkpoint-5.safetensors")[1])
+    resumed.save({"w": torch.zeros(2)}, {"step": 6}, 1.5)  # where the newest was damaged, it is not kept
+    assert files(tmp_path) == ["best", "checkpoint", "checkpoint-5"]
+    assert [load(path)[1]["step"] for path in checkpoint.candidates(tmp_path)] == [6, 5, 2]
     full = mock.patch.object(checkpoint, "save", side_effect=OSError(errno.ENOSPC, "full"))
     with full, pytest.raises(OSError, match="full"):
-        resumed.save({"w": torch.ones(2)}, {"step": 6}, 0.5)
-    assert resumed.best == [1.0, 2] and load(checkpoint.candidates(tmp_path)[0])[1]["step"] == 5
+        resumed.save({"w": torch.ones(2)}, {"step": 7}, 0.5)
+    assert resumed.best == [1.0, 2] and load(checkpoint.candidates(tmp_path)[0])[1]["step"] == 6
 
 
 def test_without_hard_links_it_copies(tmp_path, monkeypatch):

@@ -9,16 +9,21 @@ import resource
 import runpy
 import shutil
 import subprocess
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 from helpers import left_behind, refused, run_program
 
 from common import files
 from common.files import lock_folder
-from runtime import loss_curve, records
+from runtime import loss_curve, records, telemetry
+from runtime.folder import Found, Progress
 from runtime.records import BadRecord, Log, code_version, environment, read_json, read_log, write_json
+from train import TrainConfig
 
 
 def train_event(step, loss):
@@ -94,6 +99,8 @@ def test_a_line_that_the_disk_cuts_is_written_again(tmp_path):
     assert [e["step"] for e in read_log(tmp_path)] == [1] and log.path.read_bytes().endswith(b"}\n")
     log.write("train", 4, train_loss=1.0)
     assert [e["step"] for e in read_log(tmp_path)] == [1, 2, 3, 4]
+    assert Log(tmp_path, 4, log.crc32).damage == ""  # the checksum that checkpoints have is that of the whole file
+    assert "is not the log of this checkpoint" in Log(tmp_path, 3, log.crc32).damage
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 99, b"[1]", b"null", b'{"steps": 1', b"[" * 99999, b"\xff{}", None])
@@ -178,12 +185,15 @@ def eval_event(step, loss):
     return {"event": "eval", "step": step, "tokens": 64 * step, "val_loss": loss}
 
 
+ODD = None, "3", [1], {}, True, math.nan, 10**400, -1e308
+
+
 @pytest.mark.parametrize("name, events", [
     (r"a$\frac$b", [train_event(1, 3.0)]), ("null", [train_event(1, None)]), ("one$", [eval_event(1, None)]),
-    (r"a\$\frac$b", [*(train_event(s, None if s % 3 else 9 / s) for s in range(1, 60)), eval_event(60, 2.0)]),
-    *((f"damaged {key}", [event(1, 3.0), {"event": "train", "step": 3}, *(
-        {**event(2, 3.0), key: value} for value in (None, "3", [1], {}, True, math.nan, 10**400, -1e308))])
-      for event, key in ((train_event, "tokens"), (train_event, "train_loss"), (eval_event, "val_accuracy")))])
+    ("long", [*(train_event(s, None if s % 3 else 9 / s) for s in range(1, 60)), eval_event(60, 2.0)]),
+    ("tokens", [train_event(1, 3.0), *(train_event(2, 3.0) | {"tokens": x} for x in ODD)]),
+    ("loss", [train_event(1, 3.0), *(train_event(2, x) for x in ODD)]),
+    ("accuracy", [eval_event(1, 3.0), *(eval_event(2, 3.0) | {"val_accuracy": x} for x in ODD)])])
 def test_a_curve_is_drawn_of_whatever_there_is_in_a_folder_of_any_name(tmp_path, name, events):
     def draw(folder):
         return run_program(lambda: runpy.run_path(loss_curve.__file__, run_name="__main__"), folder)
@@ -196,3 +206,35 @@ def test_a_curve_is_drawn_of_whatever_there_is_in_a_folder_of_any_name(tmp_path,
     picture = tmp_path / name / "loss.png"
     assert draw(tmp_path / name).out.strip() == str(picture)
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_the_numbers_of_a_resumed_run_and_their_units(tmp_path, monkeypatch):
+    """From step 3 on, with a line every second step: the first is of one step. A step takes 3 s, a pause after it 5."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(telemetry, "peak_flops", lambda name: 1e6)
+    monkeypatch.setattr(telemetry, "draw_loss", lambda folder: None)
+    config = TrainConfig(out_dir=str(tmp_path), batch_tokens=700, max_iters=6, log_interval=2, dtype="bfloat16", seed=9)
+    data = SimpleNamespace(sequences_per_step=7)
+    progress = Progress(config.max_iters, seconds=50.0, best_val_loss=2.5, skipped=1, code_versions=["a", "b"])
+    derived = {"device_name": "cpu", "flops_per_token": 30, "parameters": {"total": 11}, "processes": 1, "epochs": 1.25}
+    found = Found(progress, derived, 3, environment={"commit": "c0"}, log=Log(tmp_path))
+    with telemetry.Telemetry(config, data, torch.device("cpu")) as t:
+        t.open(found, "nothing")
+        for step in t.steps(SimpleNamespace(stopping=False)):
+            now[0] += 3
+            t.log(step, train_loss=4.0, lr=1e-3)
+            now[0] += 5
+        t.log_evaluation(4, {"val_loss": 3.0})  # not the best; of a step before, so that it is logged
+        assert t.finish(None) == {"val_loss": 3.0}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    first, second = read_log(tmp_path, "train")
+    for line, step, rate, seconds in ((first, 4, 233, 53.0), (second, 6, 233, 69.0)):
+        assert (line["step"], line["tokens"], line["seconds"]) == (step, 700 * step, seconds)
+        assert line["tokens_per_second"] == rate and line["mfu"] == round(700 / 3 * 30 / 1e6, 4)
+        assert 0.5 * peak < line["memory_bytes"] <= peak
+    result = read_json(tmp_path / "result.json")
+    about = {"steps": 6, "skipped_steps": 1, "tokens": 4200, "seconds": 74.0, "tokens_per_second": 57, "parameters": 11,
+             "flops": 126000, "processes": 1, "best_val_loss": 2.5, "val_loss": 3.0, "code": "b", "seed": 9,
+             "commit": "c0", "dtype": "bfloat16", "device_name": "cpu"}
+    assert result.items() >= about.items() and 0.5 * peak < result["memory_bytes"] <= peak
