@@ -321,8 +321,6 @@ def disturb_a_sweep(start, launch, data, tmp_path, kills, acts, **how):
     something true did nothing and is tried again. how: of test_sweep.drive. Every cell must end once, with the bits of
     one that nobody disturbed.
     """
-    from test_sweep import drive
-
     cells, script = {}, tmp_path / "held_cell.py"
     script.write_text(HELD_CELL)
     for seed in (1, 2):
