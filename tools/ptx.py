@@ -109,7 +109,9 @@ def statements(body, line, param):
             yield match["brace"]
         else:
             text = instruction(match["text"].strip(), f"{{{line}, {source}}}", param)
-            yield f"if ({'!' * bool(match['unless'])}{name(match['guard'])}) {{ {text} }}" if match["guard"] else text
+            if match["guard"]:
+                text = f"if ({match['unless']}{name(match['guard'])}) {{ {text} }}"
+            yield text
 
 
 def name(text):
@@ -134,40 +136,56 @@ def instruction(text, at, param):
     opcode, _, rest = re.sub(r"\s+", " ", text).partition(" ")
     operands = [part.strip() for part in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,])+", rest)]
     if opcode == ".reg":
-        kind, _, names = rest.partition(" ")
-        kind, initial = REGISTERS.get(kind[1:].strip(), (None, None))
-        if kind is None:
-            raise ValueError(f"PTX registers of an unknown type: {text}")
-        ranged = re.fullmatch(r"%(\w+)<(\d+)>", names.strip())
-        registers = [f"{ranged[1]}{i}" for i in range(int(ranged[2]))] if ranged else [name(n.strip())
-                                                                                  for n in names.split(",")]
-        return f"{kind} " + ", ".join(f"{register} = {initial}" for register in registers) + ";"
+        return registers(rest)
     if opcode == ".pragma":
         return ""
     if opcode == "ret":
         return "return;"
     if opcode in ("bra", "bra.uni"):
         return f"goto {name(rest)};"
-    if opcode in ("bar.sync", "barrier.sync") and operands == ["0"]:
-        return f"block_barrier({at});"
-    if opcode == "bar.warp.sync":
-        return f"warp_barrier({at}, {value(rest, 'b32')});"
-    if match := re.fullmatch(r"cp\.async\.c[ag]\.shared\.global", opcode):
-        to, source = (re.fullmatch(r"\[(%\w+)\]", operand)[1] for operand in operands[:2])
-        return f"copy_async<{operands[2]}>({at}, {name(to)}, {name(source)});"
-    if opcode == "cp.async.commit_group":
-        return "copy_group();"
-    if opcode == "cp.async.wait_group":
-        return f"copies_wait<{operands[0]}>({at});"
-    if opcode == "shfl.sync.bfly.b32":
-        to, *values = operands
-        return f"{name(to.split('|')[0])} = shuffle_xor({at}, {', '.join(value(v, 'b32') for v in values)});"
+    waits = waiting(opcode, operands, at)
+    if waits:
+        return waits
     if match := MEMORY.fullmatch(opcode):
         return access(match, operands, at, param)
     for pattern, rule in RULES:
         if pattern.fullmatch(opcode):
             return computed(opcode.split("."), rule, operands, param)
     raise ValueError(f"unknown PTX instruction: {text}")
+
+
+def registers(rest):
+    """The C++ for the declaration of registers of one type."""
+    kind, _, names = rest.partition(" ")
+    kind = kind.removeprefix(".")
+    if kind not in REGISTERS:
+        raise ValueError(f"PTX registers of an unknown type: {rest}")
+    ranged = re.fullmatch(r"%(\w+)<(\d+)>", names.strip())
+    if ranged:
+        declared = [f"{ranged[1]}{i}" for i in range(int(ranged[2]))]
+    else:
+        declared = [name(each.strip()) for each in names.split(",")]
+    type_, initial = REGISTERS[kind]
+    return f"{type_} " + ", ".join(f"{register} = {initial}" for register in declared) + ";"
+
+
+def waiting(opcode, operands, at):
+    """The C++ for a barrier, a shuffle or an asynchronous copy; None for any other instruction."""
+    if opcode in ("bar.sync", "barrier.sync") and operands == ["0"]:
+        return f"block_barrier({at});"
+    if opcode == "bar.warp.sync":
+        return f"warp_barrier({at}, {value(operands[0], 'b32')});"
+    if opcode == "shfl.sync.bfly.b32":
+        to, *values = operands
+        return f"{name(to.split('|')[0])} = shuffle_xor({at}, {', '.join(value(v, 'b32') for v in values)});"
+    if opcode in ("cp.async.ca.shared.global", "cp.async.cg.shared.global"):
+        to, source = (re.fullmatch(r"\[(%\w+)\]", operand)[1] for operand in operands[:2])
+        return f"copy_async<{operands[2]}>({at}, {name(to)}, {name(source)});"
+    if opcode == "cp.async.commit_group":
+        return "copy_group();"
+    if opcode == "cp.async.wait_group":
+        return f"copies_wait<{operands[0]}>({at});"
+    return None
 
 
 def computed(words, rule, operands, param):
@@ -205,8 +223,12 @@ def access(match, operands, at, param):
     last = {"param": "&args, sizeof args", "shared": str(not loads).lower(), "global": way}[space]
     pointer = f"auto memory = {space}<{element}, {count}>({at}, {base} + {where[2] or 0}, {last});"
     kind = kind.replace("f", "b")
-    assignments = [f"{name(r)} = memory[{i}];" if loads else f"memory[{i}] = {value(r, kind)};" for i,
-            r in enumerate(registers)]
+    assignments = []
+    for i, register in enumerate(registers):
+        if loads:
+            assignments.append(f"{name(register)} = memory[{i}];")
+        else:
+            assignments.append(f"memory[{i}] = {value(register, kind)};")
     return f"{{ {pointer} {' '.join(assignments)} }}"
 
 
