@@ -58,45 +58,42 @@ class Stage(NamedTuple):
 def stages(out, dry_run):
     tiny = ["--dry-run"] if dry_run else []
 
-    def python(name, *words):
-        return [sys.executable, *words, f"--out={out / name}.json"]
-
-    def operators(function, record=None):
-        return python(record or function, "bench/ops.py", function) + tiny
+    def ours(name, words):
+        """One of our programs, which writes the stage's record."""
+        return [sys.executable, *words.split(), f"--out={out / name}.json"]
 
     def sanitized(name):
         # without PyTorch's cache each tensor is a separate allocation, so that an access beyond its end is detected
-        return ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", SANITIZER, "--tool", name, "--error-exitcode", "9",
-                "--report-api-errors", "no", "--print-limit", "20", *operators("small", name)]
+        words = (f"env PYTORCH_NO_CUDA_MEMORY_CACHING=1 {SANITIZER} --tool {name} --error-exitcode 9 "
+                 "--report-api-errors no --print-limit 20")
+        return Stage(name, 40, [*words.split(), *ours(name, "bench/ops.py small"), *tiny], program=SANITIZER)
 
     def training(name, T):
         """Compiled steps of the 120M models on random tokens, 32K per step, as in train.py."""
-        words = ["--families=longhorn,llama", "--device=cuda", "--size=120M", f"--block_size={T}",
-                 f"--batch_size={32768 // T}", "--compile", "--kernels", "--rounds=5"]
+        words = (f"bench/step.py --rounds=5 --families=longhorn,llama --device=cuda --size=120M --compile --kernels "
+                 f"--block_size={T} --batch_size={32768 // T}")
         if dry_run:
-            words = ["--families=longhorn", "--device=cpu", "--n_layer=1", "--n_embd=32", "--n_head=2",
-                     "--vocab_size=128", "--block_size=16", "--rounds=5"]
-        return Stage(name, 70, python(name, "bench/step.py", *words), budget=lambda seconds: seconds / 3)
+            words = ("bench/step.py --rounds=5 --families=longhorn --n_layer=1 --n_embd=32 --n_head=2 --vocab_size=128 "
+                     "--block_size=16")
+        return Stage(name, 70, ours(name, words), budget=lambda seconds: seconds / 3)
 
-    sections = "SpeedOfLight SchedulerStats WarpStateStats MemoryWorkloadAnalysis LaunchStats Occupancy"
-    ncu = ["ncu", "--clock-control", "none", "--launch-count", "12", "--kernel-name", "regex:forward|backward"]
-    for section in sections.split():
+    ncu = "ncu --clock-control none --launch-count 12 --kernel-name regex:forward|backward".split()
+    for section in "SpeedOfLight SchedulerStats WarpStateStats MemoryWorkloadAnalysis LaunchStats Occupancy".split():
         ncu += ["--section", section]
-    dry_rounds = ["--dry_run", "--rounds=2"] if dry_run else []
+    scan = "bench/scan.py --device=cuda" + (" --dry_run --rounds=2" if dry_run else "")
     return [
-        Stage("environment", 40, operators("environment")),
-        Stage("build", 150, operators("build")),
+        Stage("environment", 40, ours("environment", "bench/ops.py environment") + tiny),
+        Stage("build", 150, ours("build", "bench/ops.py build") + tiny),
         Stage("tests", 200, gpu_tests(), ("pytest", "hypothesis")),
-        Stage("memcheck", 40, sanitized("memcheck"), program=SANITIZER),
-        Stage("racecheck", 40, sanitized("racecheck"), program=SANITIZER),
+        sanitized("memcheck"),
+        sanitized("racecheck"),
         Stage("mamba_ssm", 30, [sys.executable, "bench/scan_cuda.py"], ("mamba_ssm",)),
         Stage("fused", 30, pytest("tests/test_fused.py"), ("pytest", "hypothesis")),  # other libraries' kernels
-        Stage("scan_cuda", 160, python("scan_cuda", "bench/scan.py", "--device=cuda", *dry_rounds),
-              budget=lambda seconds: seconds - 30),
-        Stage("profile", 40, [*ncu, *operators("profiled", "profile")], program="ncu"),
-        Stage("convolution", 30, operators("convolution")),
-        Stage("loss", 30, operators("loss")),
-        Stage("variants", 80, operators("variants"), budget=lambda seconds: seconds),
+        Stage("scan_cuda", 160, ours("scan_cuda", scan), budget=lambda seconds: seconds - 30),
+        Stage("profile", 40, ncu + ours("profile", "bench/ops.py profiled") + tiny, program="ncu"),
+        Stage("convolution", 30, ours("convolution", "bench/ops.py convolution") + tiny),
+        Stage("loss", 30, ours("loss", "bench/ops.py loss") + tiny),
+        Stage("variants", 80, ours("variants", "bench/ops.py variants") + tiny, budget=lambda seconds: seconds),
         training("training", 1024),
         training("training_4096", 4096),
         training("training_8192", 8192)]

@@ -109,20 +109,6 @@ def compare(got, true, slack):
 
 # ------------------------------------------------------------------------------------------------------ time and memory
 
-def in_turn(timed, rounds):
-    """{name: [result of timed[name](), per round]}: every function runs once per round.
-
-    So other load on the machine affects all of them alike. `rounds` is a number, or {name: number}.
-    """
-    times = {name: [] for name in timed}
-    rounds_of = rounds if isinstance(rounds, dict) else dict.fromkeys(timed, rounds)
-    for round_ in range(max(rounds_of.values(), default=0)):
-        for name, f in timed.items():
-            if round_ < rounds_of[name]:
-                times[name].append(f())
-    return times
-
-
 def spread(seconds):
     """Measured seconds for a record, to the nanosecond, with their median, quartiles and minimum."""
     seconds = [round(s, 9) for s in seconds]

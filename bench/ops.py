@@ -32,7 +32,7 @@ from bench import measure, scan_cuda  # noqa: E402
 from bench.measure import DTYPES, LeftOut, imported, in_one_line, leaves, values_and_gradients  # noqa: E402
 from common.errors import ConfigError, main_error  # noqa: E402
 from kernels import build as native  # noqa: E402
-from kernels import choose, launch, ops  # noqa: E402
+from kernels import choose, cuda, launch, ops  # noqa: E402
 from runtime.records import read_json  # noqa: E402
 
 PACKAGES = {"mamba_ssm": "mamba_ssm.ops.selective_scan_interface", "fla": "fla.ops.gla", "flash_attn": "flash_attn",
@@ -71,6 +71,7 @@ class Run:
         flush = {"flush_bytes": 0} if name in ("small", "profiled") else {}
         self.gpu = scan_cuda.DryRun() if dry_run else scan_cuda.Gpu(**flush)
         self.rounds = 3 if dry_run else 20
+        self.timed = TINY if dry_run else TIMED
         self.record = measure.new_record(name, dry_run=dry_run, rows=[])
 
     def emit(self, **row):
@@ -85,17 +86,8 @@ class Run:
 
 def environment(run):
     device = run.gpu.describe()
-    run.emit(device=device)
-    missing = []
-    for name in PROGRAMS:
-        path = shutil.which(name)
-        version = None
-        if path:
-            text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30).stdout
-            version = text.strip().splitlines()[-1:]
-        else:
-            missing.append(name)
-        run.emit(program=name, path=path, version=version)
+    run.emit(device=device, compiler=cuda.compiler_version("nvcc") if cuda.nvcc() else None)
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
     for name, module in PACKAGES.items():
         try:
             imported(module, "__name__")
@@ -144,16 +136,16 @@ def build(run):
 
 
 def small(run):
-    for family, B, T, D, N, dtype in SMALL:
-        a = measure.make_inputs(B, T, D, N, DTYPES[dtype])
-        a = measure.as_mamba(a) if family == "mamba" else a
-        a = {name: v.to(run.gpu.name) for name, v in a.items()}
+    for family, *shape, dtype in SMALL:
+        a = inputs(run, shape, DTYPES[dtype])
+        if family == "mamba":
+            a = measure.as_mamba(a)
+        run.emit(scan=family, B=shape[0], T=shape[1], D=shape[2], N=shape[3], dtype=dtype)
         check_finite(values_and_gradients(scan_cuda.scans(family, run.gpu.backend), a))
-        run.emit(scan=family, B=B, T=T, D=D, N=N, dtype=dtype)
     for T in (1, 70, 128):
         a = {"x": run.random(2, T, 70).bfloat16(), "weight": run.random(70, 4), "state": run.random(2, 3, 70)}
-        check_finite(values_and_gradients(conv(run.gpu.backend), a))
         run.emit(convolution=T)
+        check_finite(values_and_gradients(conv(run.gpu.backend), a))
 
 
 def check_finite(results):
@@ -163,10 +155,13 @@ def check_finite(results):
 
 
 def profiled(run):
-    for B, T, D, N in TINY if run.dry_run else TIMED:
-        a = measure.make_inputs(B, T, D, N, torch.bfloat16, device=run.gpu.name)
-        values_and_gradients(scan_cuda.scans("longhorn", run.gpu.backend), a)
-        run.emit(B=B, T=T, D=D, N=N)
+    for shape in run.timed:
+        values_and_gradients(scan_cuda.scans("longhorn", run.gpu.backend), inputs(run, shape))
+        run.emit(shape=shape)
+
+
+def inputs(run, shape, dtype=torch.bfloat16):
+    return {name: v.to(run.gpu.name) for name, v in measure.make_inputs(*shape, dtype).items()}
 
 
 # ---------------------------------------------------------------------------------------------------------- time
@@ -191,7 +186,7 @@ def in_short(rows, directions=("forward", "backward")):
     """Prints a line with the times at the first shape."""
     words = []
     for row in rows:
-        if "forward" in row and all(row.get(n) == rows[0].get(n) for n in "BTDN"):
+        if "forward" in row and row["shape"] == rows[0]["shape"]:
             times = " / ".join(f"{1e3 * row[d]['median_seconds']:.2f}" for d in directions)
             words.append(f"{row.get('defines', row['contender']) or 'as it is'} {times}")
     print(f"in short: ms {' / '.join(directions)}: {', '.join(words)}")
@@ -224,7 +219,7 @@ def convolution(run):
                     row[direction]["share_of_bandwidth"] = share
             elif row["contender"] == run.gpu.backend:
                 raise ConfigError(f"our convolution was not timed: {row['reason']}")
-            run.emit(B=B, T=T, D=D, copy_bytes_per_second=bandwidth, **row)
+            run.emit(shape=(B, T, D), copy_bytes_per_second=bandwidth, **row)
     in_short(run.record["rows"])
 
 
@@ -234,26 +229,22 @@ def loss(run):
     a = {"x": run.random(n, D).bfloat16(), "weight": run.random(V, D).bfloat16() / 32}
     targets = torch.randint(V, (n,), device=run.gpu.name)
 
-    few = n // 8  # float64 takes 8 bytes per logit
-    some = a | {"x": a["x"][:few]}
-    right = {}
-    for backend, dtype in ((None, None), ("torch", torch.float64)):
-        head = functools.partial(ops.linear_cross_entropy, targets=targets[:few], backend=backend)
-        right[backend] = values_and_gradients(lambda head=head, **a: (head(**a), None), some, dtype)
-    check_right(measure.compare(right[None], right["torch"], 0.01), "the loss")
+    def head(backend=None, at_once=None, **a):
+        if at_once:
+            ops.LOGITS_AT_ONCE[run.gpu.name] = at_once
+        return ops.linear_cross_entropy(**a, targets=targets[:len(a["x"])], backend=backend)
 
-    def head(at_once, backend, x, weight):
-        ops.LOGITS_AT_ONCE[run.gpu.name] = at_once
-        return ops.linear_cross_entropy(x, weight, targets=targets, backend=backend)
-
+    some = a | {"x": a["x"][:n // 8]}  # float64 takes 8 bytes per logit
+    true = values_and_gradients(lambda **a: (head("torch", **a), None), some, torch.float64)
+    check_right(measure.compare(values_and_gradients(lambda **a: (head(**a), None), some), true, 0.01), "the loss")
+    del true
+    dy = torch.ones((), device=run.gpu.name)
     contenders = {}
     for power in (24, 26, 28, 30):
-        contenders[f"slices of 2^{power}"] = functools.partial(head, 1 << power, None)
-    contenders["torch"] = functools.partial(head, 1, "torch")
-    dy = torch.ones((), device=run.gpu.name)
-    passes = {name: a_pass(f, a, dy) for name, f in contenders.items()}
-    for row in scan_cuda.time_contenders(passes, run.gpu, run.rounds):
-        run.emit(B=n, T=1, D=D, N=V, **row)
+        contenders[f"slices of 2^{power}"] = a_pass(functools.partial(head, at_once=1 << power), a, dy)
+    contenders["torch"] = a_pass(functools.partial(head, "torch"), a, dy)
+    for row in scan_cuda.time_contenders(contenders, run.gpu, run.rounds):
+        run.emit(shape=(n, D, V), **row)
     in_short(run.record["rows"], ["forward_backward"])
 
 
@@ -262,12 +253,12 @@ def timed(run):
     row = scan_cuda.check_case("longhorn", (2, 64, 256, 16), "bfloat16", {}, run.gpu)
     if not row["right"]:
         raise ConfigError(scan_cuda.describe_case(row))
-    for B, T, D, N in TINY if run.dry_run else TIMED:
-        a = measure.make_inputs(B, T, D, N, torch.bfloat16, device=run.gpu.name)
-        dy = run.random(B, T, D).bfloat16()
+    for shape in run.timed:
+        a = inputs(run, shape)
+        dy = torch.randn_like(a["x"])
         ours = functools.partial(scan_cuda.our_longhorn, None, a, dy, run.gpu)
         (row,) = scan_cuda.time_contenders({"ours": ours}, run.gpu, run.rounds)
-        run.emit(B=B, T=T, D=D, N=N, **row)
+        run.emit(shape=shape, **row)
         if "reason" in row:
             raise ConfigError(f"our scan was not timed: {row['reason']}")
 

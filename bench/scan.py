@@ -1,6 +1,6 @@
-"""Speed and memory of the scan: each implementation of longhorn_scan, and two plain loops.
+"""Speed and memory of the scan: each implementation of longhorn_scan, and a plain loop.
 
-    python bench/scan.py --device=cpu              # time: a minute or two, mostly the plain loops
+    python bench/scan.py --device=cpu              # time: a minute or two, mostly the plain loop
     python bench/scan.py --device=cpu --memory     # memory: bytes kept and peak at T = 1024, 4096, 16384
     python bench/scan.py --T=1024 --B=4 --dtype=bfloat16 --out=record.json
     python bench/scan.py --device=cuda --save      # on a GPU, with Mamba's scan, GLA and attention: see scan_cuda.py
@@ -8,9 +8,8 @@
 First the native kernels are compared with the loop in float64; if they are wrong, nothing is timed. After a warm-up all
 implementations take turns, round after round, so that other load on the machine affects all of them alike.
 
-The plain loops are slow for a reason that is easy to miss. Indexing x[:, t] makes autograd write a zero tensor
-(B, T, D) at every step, which is quadratic in T; indexing precomputed A_t and B_t (Eq. 1) writes one of (B, T, D, N).
-`longhorn_scan_ref` uses unbind instead, and is linear.
+The plain loop is slow for a reason that is easy to miss. Indexing x[:, t] makes autograd write a zero tensor (B, T, D)
+at every step, which is quadratic in T. `longhorn_scan_ref` uses unbind instead, and is linear.
 """
 
 import argparse
@@ -53,21 +52,7 @@ def plain_loop(x, dt, k, q, D=None, z=None, dt_bias=None):
     return torch.stack(ys, 1).to(x.dtype)  # (B, T, D)
 
 
-def loop_over_eq1(x, dt, k, q, D=None, z=None, dt_bias=None):
-    """S_t = A_t * S_{t-1} + B_t (Eq. 1) as in reference implementations of SSMs: A and B of all steps come first."""
-    beta = torch.sigmoid(dt if dt_bias is None else dt + dt_bias)  # (B, T, D)
-    eps = (beta / (1 + beta * (k * k).sum(-1, keepdim=True)))[..., None]  # (B, T, D, 1)
-    decay = 1 - eps * (k * k)[:, :, None]  # (B, T, D, N)
-    add = eps * x[..., None] * k[:, :, None]  # (B, T, D, N)
-    S, ys = torch.zeros_like(decay[:, 0]), []
-    for t in range(x.shape[1]):
-        S = decay[:, t] * S + add[:, t]  # (B, D, N)
-        ys.append((S * q[:, t, None]).sum(-1))
-    y = torch.stack(ys, 1) if D is None else torch.stack(ys, 1) + D * x
-    return (y if z is None else y * F.silu(z)).to(x.dtype)  # (B, T, D)
-
-
-BODIES = {"loop over Eq. 1": loop_over_eq1, "plain loop": plain_loop, "longhorn_scan_ref": longhorn_scan_ref,
+BODIES = {"plain loop": plain_loop, "longhorn_scan_ref": longhorn_scan_ref,
           **{backend: functools.partial(longhorn_scan, backend=backend) for backend in ("torch", "cpu")}}
 
 
@@ -88,44 +73,47 @@ def check(a):
 
 
 def time_bodies(B, T, D, N, dtype, extras, repeats, slow_repeats):
-    """Time every implementation in turn, forward alone and forward + backward.
-
-    The loops run `slow_repeats` times, the slowest at most twice; the kernels run `repeats` times per round.
-    """
+    """Time every implementation in turn, forward alone and forward + backward: the native kernels `repeats` times per
+    round, the others once."""
     a = make_inputs(B, T, D, N, dtype, extras)
     accuracy = check(a)
     dy = torch.randn(B, T, D, generator=torch.Generator().manual_seed(2)).to(dtype)
-    graded = leaves(a)
-
-    def once(name, direction, a=a, graded=graded, dy=dy):
-        start = time.perf_counter()
-        if direction == "forward":
-            BODIES[name](**a)
-        else:
-            torch.autograd.grad(BODIES[name](**graded), list(graded.values()), dy)
-        return time.perf_counter() - start
-
-    def timed(name, direction):
-        gc.collect()
-        return [once(name, direction) for _ in range(repeats if name == "cpu" else 1)]
-
-    few = {n: v[:, :4] if v.dim() == 3 else v for n, v in a.items()}
+    warm_up = {name: v[:, :4] if v.dim() == 3 else v for name, v in a.items()}
+    times = {}
     for name in BODIES:
-        once(name, "forward_backward", graded=leaves(few), dy=dy[:, :4])  # warm-up
-    timed("cpu", "forward_backward")
-    rounds = {(name, direction): slow_repeats for name in BODIES for direction in PASSES}
-    rounds |= {key: min(2, slow_repeats) for key in rounds if key[0] == "loop over Eq. 1"}  # tens of seconds each
-    times = measure.in_turn({key: lambda key=key: timed(*key) for key in rounds}, rounds)
-    seconds = {name: {direction: measure.spread(sum(times[name, direction], [])) for direction in PASSES}
-               for name in BODIES}
-    best = {direction: t["median_seconds"] for direction, t in seconds["cpu"].items()}
-    ratios = {name: {direction: t["median_seconds"] / best[direction] for direction, t in s.items()}
-              for name, s in seconds.items()}
+        once(name, "forward_backward", warm_up, dy[:, :4])
+        for direction in PASSES:
+            times[name, direction] = []
+    once("cpu", "forward_backward", a, dy)
+    for _ in range(slow_repeats):
+        for name, direction in times:
+            gc.collect()
+            for _ in range(repeats if name == "cpu" else 1):
+                times[name, direction].append(once(name, direction, a, dy))
+    seconds, ratios, rates = {}, {}, []
+    for (name, direction), samples in times.items():
+        seconds.setdefault(name, {})[direction] = measure.spread(samples)
     moved = measure.bytes_moved(B, T, D, N, dtype.itemsize, extras)
+    for direction in PASSES:
+        best = seconds["cpu"][direction]["median_seconds"]
+        rates.append(moved[direction] / best)
+        for name in BODIES:
+            ratios.setdefault(name, {})[direction] = seconds[name][direction]["median_seconds"] / best
     return {"B": B, "T": T, "D": D, "N": N, "dtype": str(dtype).removeprefix("torch."), "with_D_z_dt_bias": extras,
             **accuracy, "seconds": seconds, "times_the_native_kernels": ratios,
-            "native": {"tokens_per_second": B * T / best["forward_backward"],
-                       "bytes_per_second": {direction: moved[direction] / best[direction] for direction in PASSES}}}
+            "native": {"tokens_per_second": B * T / best,
+                       "bytes_per_second": dict(zip(PASSES, rates, strict=True))}}
+
+
+def once(name, direction, a, dy):
+    """Seconds of one run; the leaves of a gradient are made before."""
+    graded = leaves(a)
+    start = time.perf_counter()
+    if direction == "forward":
+        BODIES[name](**a)
+    else:
+        torch.autograd.grad(BODIES[name](**graded), list(graded.values()), dy)
+    return time.perf_counter() - start
 
 
 def print_times(row):
