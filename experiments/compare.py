@@ -37,16 +37,20 @@ def best_rate(losses_by_rate):
     losses_by_rate: {rate: losses over seeds}; inf for a diverged run, which makes its rate the worst.
     """
     means = {rate: float(np.mean(losses)) for rate, losses in sorted(losses_by_rate.items()) if len(losses)}
-    tried, losses = list(means), list(means.values())
+    rates = list(means)
+    losses = list(means.values())
     if not any(map(math.isfinite, losses)):
         return None
     i = int(np.argmin(losses))
-    if i in (0, len(tried) - 1):
-        return BestRate(tried[i], tried[i] * (0.5 if i == 0 else 2), means)
-    x, y = np.log(tried[i - 1:i + 2]), np.array(losses[i - 1:i + 2])
-    if not np.isfinite(y).all():  # a neighbour diverged, so no parabola: keep this rate
-        return BestRate(tried[i], None, means)
-    return BestRate(float(f"{math.exp(parabola(x, y)[0]):.3g}"), None, means)
+    if i == 0:
+        return BestRate(rates[0], rates[0] * 0.5, means)
+    if i == len(rates) - 1:
+        return BestRate(rates[i], rates[i] * 2, means)
+    three = slice(i - 1, i + 2)
+    if not np.isfinite(losses[three]).all():  # a neighbour diverged, so no parabola: keep this rate
+        return BestRate(rates[i], None, means)
+    vertex, _, _ = parabola(np.log(rates[three]), np.array(losses[three]))
+    return BestRate(float(f"{math.exp(vertex):.3g}"), None, means)
 
 
 def parabola(x, y):
@@ -57,6 +61,40 @@ def parabola(x, y):
     if a <= 0:  # three equal losses
         return x[1], 0.0, np.zeros(3)
     return x[1] - b / (2 * a), a, (p * b / a - q) / (2 * a)
+
+
+Searched = namedtuple("Searched", "seeds residuals slopes curvature variance df")
+
+
+def look_at_search(search, noise):
+    """How well a search of {rate: {seed: loss}} knows its vertex, or None: a Searched.
+
+    residuals {rate: (seeds,)}; slopes {rate: derivative of the vertex by the loss there}; curvature of the parabola;
+    variance of the vertex, and its degrees of freedom.
+    """
+    if not search:
+        return None
+    rates = sorted(search)
+    seeds = sorted(set.intersection(*map(set, search.values())))
+    if not seeds or len(seeds) == 1 and not noise:
+        return None
+    losses = np.array([[search[rate][seed] for rate in rates] for seed in seeds])  # (seeds, rates)
+    finite = np.isfinite(losses).all(0)
+    i = int(np.argmin(losses.mean(0)))
+    three = slice(i - 1, i + 2)
+    if i in (0, len(rates) - 1) or not finite[three].all():
+        return None
+    _, curvature, slopes = parabola(np.log(rates[three]), losses[:, three].mean(0))
+    residuals = losses[:, finite] - losses[:, finite].mean(0)
+    residuals -= residuals.mean(1, keepdims=True)
+    df = (len(seeds) - 1) * (finite.sum() - 1)
+    if df:
+        variance = (residuals**2).sum() / df
+    else:
+        variance, df = noise
+    return Searched(seeds, dict(zip(np.array(rates)[finite].tolist(), residuals.T, strict=True)),
+                    dict(zip(rates[three], slopes, strict=True)), curvature,
+                    variance * slopes @ slopes / len(seeds), df)
 
 
 def rate_variance(a, b, noise=None):
@@ -70,29 +108,20 @@ def rate_variance(a, b, noise=None):
 
     a, b: {rate: {seed: loss}}, inf for a diverged run.
     """
-    searches = []
-    for search in (a, b):
-        tried, seeds = sorted(search), sorted(set.intersection(*map(set, search.values()))) if search else []
-        losses = np.array([[search[rate][seed] for rate in tried] for seed in seeds])  # (seeds, rates)
-        i = int(np.argmin(losses.mean(0))) if seeds else 0
-        three, finite = slice(i - 1, i + 2), np.isfinite(losses).all(0)
-        if i in (0, len(tried) - 1) or not finite[three].all() or not (len(seeds) > 1 or noise):
-            return None
-        _, curvature, slopes = parabola(np.log(tried[three]), losses[:, three].mean(0))
-        residuals = losses[:, finite] - losses[:, finite].mean(0)
-        residuals -= residuals.mean(1, keepdims=True)
-        df = (len(seeds) - 1) * (len(residuals.T) - 1)
-        variance, df = ((residuals**2).sum() / df, df) if df else noise
-        searches.append((seeds, dict(zip(np.array(tried)[finite].tolist(), residuals.T, strict=True)),
-                         dict(zip(tried[three], slopes, strict=True)), curvature,
-                         variance * slopes @ slopes / len(seeds), df))
-    (seeds, off_a, slopes_a, c_a, v_a, df_a), (seeds_b, off_b, slopes_b, c_b, v_b, df_b) = searches
-    shared, rates = 0.0, off_a.keys() & off_b.keys()  # covariance of e_a and e_b
-    if seeds == seeds_b and len(seeds) > 1 and len(rates) > 1:
-        shared = sum(off_a[r] @ off_b[r] for r in rates) / ((len(seeds) - 1) * (len(rates) - 1) * len(seeds))
-        shared *= sum(slopes_a[r] * slopes_b[r] for r in slopes_a.keys() & slopes_b.keys())
-    costs, df = (c_a * v_a, c_b * v_b), min(df_a, df_b)
-    moment = 3 * (costs[0]**2 + costs[1]**2) - 2 * costs[0] * costs[1] - 4 * c_a * c_b * shared**2
+    a = look_at_search(a, noise)
+    b = look_at_search(b, noise)
+    if a is None or b is None:
+        return None
+    covariance = 0.0  # of e_a and e_b
+    both = a.residuals.keys() & b.residuals.keys()
+    if a.seeds == b.seeds and len(a.seeds) > 1 and len(both) > 1:
+        covariance = sum(a.residuals[rate] @ b.residuals[rate] for rate in both)
+        covariance /= (len(a.seeds) - 1) * (len(both) - 1) * len(a.seeds)
+        covariance *= sum(a.slopes[rate] * b.slopes[rate] for rate in a.slopes.keys() & b.slopes.keys())
+    cost_a = a.curvature * a.variance
+    cost_b = b.curvature * b.variance
+    moment = 3 * (cost_a**2 + cost_b**2) - 2 * cost_a * cost_b - 4 * a.curvature * b.curvature * covariance**2
+    df = min(a.df, b.df)
     return max(0.0, moment) / (1 + 2 / df), max(1.0, df / 4)  # products of estimates are too large by 1 + 2 / df
 
 
@@ -105,26 +134,30 @@ def document_variance(a, b, tokens):
     by chance. tokens (documents,) are weights.
     """
     w = tokens / tokens.sum()
-    d = a.mean(0) - b.mean(0)
     share = w * w * (1 - 2 * w + w @ w)  # share of a document's variance in w^2 (d - mean)^2, on average
     scale = (w @ w) / share.sum() if len(w) > 1 else 0.0
-    clustered, noise = scale * (w * w) @ (d - w @ d) ** 2, 0.0
+    d = a.mean(0) - b.mean(0)
+    clustered = scale * (w * w) @ (d - w @ d) ** 2
+    noise = 0.0
     for x in (a, b):
-        if len(x) > 1:
-            off = x - x.mean(0)
-            off = off - (off @ w)[:, None]
-            noise += (w * w) @ (off**2).sum(0) / (len(x) - 1) / len(x)
+        if len(x) < 2:
+            continue
+        off = x - x.mean(0)
+        off = off - (off @ w)[:, None]
+        noise += (w * w) @ (off**2).sum(0) / (len(x) - 1) / len(x)
     return clustered - noise, max(1.0, 1 / (w @ w) - 1)
 
 
 def pooled_sd(losses):
     """(SD, degrees of freedom) over seeds, pooled over families [(seeds,) ...]; None if their SDs differ (Bartlett's
     test at 5%) or no family has two seeds."""
-    several = [(np.var(x, ddof=1), len(x) - 1) for x in losses if len(x) > 1]
+    several = [x for x in losses if len(x) > 1]
     if not several:
         return None
-    variances, dfs = np.array(several).T
-    df, pooled = float(dfs.sum()), variances @ dfs / dfs.sum()
+    variances = np.array([np.var(x, ddof=1) for x in several])
+    dfs = np.array([len(x) - 1.0 for x in several])
+    df = float(dfs.sum())
+    pooled = variances @ dfs / df
     if len(dfs) > 1 and variances.min() > 0:
         excess = df * math.log(pooled) - dfs @ np.log(variances)
         excess /= 1 + ((1 / dfs).sum() - 1 / df) / (3 * (len(dfs) - 1))
@@ -139,9 +172,12 @@ def t_sum(parts):
     A negative variance makes the sum smaller. In the degrees of freedom the same draw would count again, and with 3
     seeds leave 2 of the 4; so only the positive ones count there.
     """
-    spread = sum(v * v / df for v, df in parts if v > 0)
-    df = sum(v for v, _ in parts if v > 0) ** 2 / spread if spread else math.inf
-    return sum(v for v, _ in parts), float(df), float(special.stdtrit(df, (1 + CONFIDENCE) / 2))
+    positive = [(v, df) for v, df in parts if v > 0]
+    spread = sum(v * v / df for v, df in positive)
+    df = math.inf
+    if spread:
+        df = float(sum(v for v, _ in positive) ** 2 / spread)
+    return sum(v for v, _ in parts), df, float(special.stdtrit(df, (1 + CONFIDENCE) / 2))
 
 
 def difference(a, b, tokens, pooled=None, paired=False, rates=None):
@@ -152,27 +188,33 @@ def difference(a, b, tokens, pooled=None, paired=False, rates=None):
     the SD; rates: from rate_variance, or None to leave out the error of the chosen rates.
     """
     w = tokens / tokens.sum()
-    x, y = a @ w, b @ w
+    x = a @ w
+    y = b @ w
     if paired and len(x) > (2 if pooled else 1):
         parts = [(np.var(x - y, ddof=1) / len(x), len(x) - 1)]
-        a, b = a - b, np.zeros((1, len(w)))
+        a = a - b
+        b = np.zeros((1, len(w)))
     elif pooled:
-        parts = [(pooled[0] ** 2 * (1 / len(x) + 1 / len(y)), pooled[1])]
+        sd, df = pooled
+        parts = [(sd**2 * (1 / len(x) + 1 / len(y)), df)]
     elif min(len(x), len(y)) < 2:
         return None
     else:
         parts = [(np.var(z, ddof=1) / len(z), len(z) - 1) for z in (x, y)]
-    seeds = sum(v for v, _ in parts)
-    variance, df = document_variance(a, b, tokens)
-    parts += [(max(variance, -0.3 * seeds), df), rates or (0.0, 1)]  # cutting at 0 would make it too large on average
+    of_seeds = sum(v for v, _ in parts)
+    of_documents, df = document_variance(a, b, tokens)
+    parts.append((max(of_documents, -0.3 * of_seeds), df))  # cutting at 0 would make it too large on average
+    of_rates, df = rates or (0.0, 1)
+    parts.append((of_rates, df))
     total, df, quantile = t_sum(parts)
     mean = float(x.mean() - y.mean())
     if total <= 1e-24:  # the same runs twice
-        return Difference(mean, mean, mean, 0.0, math.inf, 1.0 if abs(mean) < 1e-12 else 0.0, 0.0, 0.0)
+        p = 1.0 if abs(mean) < 1e-12 else 0.0
+        return Difference(mean, mean, mean, 0.0, math.inf, p, 0.0, 0.0)
     se = math.sqrt(total)
-    return Difference(mean, mean - quantile * se, mean + quantile * se, se, df,
-                      float(2 * special.stdtr(df, -abs(mean) / se)), math.sqrt(seeds), math.sqrt(max(0.0, variance)),
-                      math.sqrt(parts[-1][0]))
+    p = float(2 * special.stdtr(df, -abs(mean) / se))
+    return Difference(mean, mean - quantile * se, mean + quantile * se, se, df, p, math.sqrt(of_seeds),
+                      math.sqrt(max(0.0, of_documents)), math.sqrt(of_rates))
 
 
 # ---------------------------------------------------------------------------------------------------------- multipliers
@@ -182,6 +224,26 @@ def changes(runs, tokens, main):
     runs {tokens: {seed: losses (documents,)}}."""
     common = sorted(runs.get(tokens, {}).keys() & runs.get(main, {}).keys())
     return np.array([runs[tokens][seed] - runs[main][seed] for seed in common])
+
+
+def point_of_curve(runs, tokens, main, weights, pooled):
+    """(x, y, se, df) of a Curve at a budget, None if its noise is not known. pooled: (SD, degrees of freedom), None."""
+    change = changes(runs, tokens, main)
+    if not len(change):
+        return None
+    mean_change = change @ (weights / weights.sum())
+    spread = pooled or pooled_sd([mean_change])
+    if not spread:
+        return None
+    sd, df = spread
+    documents, df_documents = document_variance(change, np.zeros((1, len(weights))), weights)
+    total, df, _ = t_sum([(sd**2 / len(change), df), (max(0.0, documents), df_documents)])
+    return math.log(tokens / main), float(mean_change.mean()), math.sqrt(total), df
+
+
+def powers(x, degree):
+    """(points, degree + 1): powers of tokens^-0.35 for x = log(tokens)."""
+    return np.exp(-0.35 * x)[:, None] ** np.arange(degree + 1)
 
 
 class Curve:
@@ -194,24 +256,20 @@ class Curve:
     """
 
     def __init__(self, runs, main, weights, pooled=None):
-        w, points = weights / weights.sum(), [(0.0, 0.0, 0.0, 1.0)]
+        points = [(0.0, 0.0, 0.0, 1.0)]
         for tokens in runs.keys() - {main}:
-            change = changes(runs, tokens, main)
-            spread = len(change) and ((pooled or {}).get(tokens) or pooled_sd([change @ w]))
-            if not spread:
-                continue
-            documents, df = document_variance(change, np.zeros((1, len(w))), weights)
-            total, df, _ = t_sum([(spread[0] ** 2 / len(change), spread[1]), (max(0.0, documents), df)])
-            points.append((math.log(tokens / main), float((change @ w).mean()), math.sqrt(total), df))
+            point = point_of_curve(runs, tokens, main, weights, (pooled or {}).get(tokens))
+            if point:
+                points.append(point)
         self.x, self.y, self.se, self.df = np.array(sorted(points)).T
         i = 0 if self.x[0] < 0 else -1  # the shortest budget, or the longest if the main one is the shortest
         self.known = bool(-np.sign(self.x[i]) * self.y[i] > 2 * self.se[i])
         # on the grid, a parabola in tokens^-0.35 through the points minus its value at the main budget is basis @ y
         self.grid = np.linspace(0, min(self.x[0] - math.log(2), -0.1), 400)
-        powers = lambda x: np.exp(-0.35 * x)[:, None] ** np.arange(min(3, len(points)))
+        degree = min(2, len(points) - 1)
         weight = 1 / (0.1 + np.abs(self.x))
-        through = np.linalg.pinv(weight[:, None] * powers(self.x)) * weight
-        self.basis = (powers(self.grid) - powers(np.zeros(1))) @ through
+        through = np.linalg.pinv(weight[:, None] * powers(self.x, degree)) * weight
+        self.basis = (powers(self.grid, degree) - powers(np.zeros(1), degree)) @ through
 
     def rise(self, x):
         """Nats by which the loss at x <= 0 is above the main budget's."""
@@ -240,19 +298,26 @@ def multiplier(d, a, b):
         return None
 
     def log_m(mean, shift=0.0):
-        curve, sign = (a, 1) if mean <= 0 else (b, -1)
-        return sign * curve.log_tokens(abs(mean), shift)
+        if mean <= 0:
+            return a.log_tokens(-mean, shift)
+        return -b.log_tokens(mean, shift)
 
-    at, low, high = (log_m(mean) for mean in (d.mean, d.low, d.high))
+    at = log_m(d.mean)
+    low = log_m(d.low)
+    high = log_m(d.high)
     better = a if d.mean <= 0 else b
-    of_curve = [((log_m(d.mean, shift) - at) ** 2, df) for shift, df in zip(np.diag(better.se), better.df, strict=True)]
+    of_curve = []  # variance of log m for the error of each point
+    for shift, df in zip(np.diag(better.se), better.df, strict=True):
+        of_curve.append(((log_m(d.mean, shift) - at) ** 2, df))
     _, _, of_d = t_sum([(1.0, d.df)])
     _, _, both = t_sum([(((high - low) / 2 / of_d) ** 2, d.df), *of_curve])
     error = math.sqrt(sum(v for v, _ in of_curve))
-    low, high = at - both * math.hypot((at - low) / of_d, error), at + both * math.hypot((high - at) / of_d, error)
-    if max(map(abs, (at, low, high))) > math.log(1e4):
+    low = at - both * math.hypot((at - low) / of_d, error)
+    high = at + both * math.hypot((high - at) / of_d, error)
+    if max(abs(at), abs(low), abs(high)) > math.log(1e4):
         return None
-    return Multiplier(*(math.exp(v) for v in (at, low, high)), bool(abs(at) > -better.x[0] + 1e-9))
+    beyond = bool(abs(at) > -better.x[0] + 1e-9)
+    return Multiplier(math.exp(at), math.exp(low), math.exp(high), beyond)
 
 
 def times(m, log_ratio, half=0.0):
@@ -260,16 +325,21 @@ def times(m, log_ratio, half=0.0):
     half the 95% interval of log_ratio."""
     if m is None:
         return None
-    at, low, high = map(math.log, m[:3])
-    values = at, at - math.hypot(at - low, half), at + math.hypot(high - at, half)
-    return Multiplier(*(math.exp(v + log_ratio) for v in values), m.beyond)
+    at = math.log(m.value)
+    low = at - math.hypot(at - math.log(m.low), half)
+    high = at + math.hypot(math.log(m.high) - at, half)
+    return Multiplier(math.exp(at + log_ratio), math.exp(low + log_ratio), math.exp(high + log_ratio), m.beyond)
 
 
 def holm(p):
     """{key: p} corrected for their number by Holm's method; None stays None."""
-    ranked = sorted((key for key in p if p[key] is not None), key=p.get)
-    corrected = np.maximum.accumulate([p[key] * (len(ranked) - rank) for rank, key in enumerate(ranked)])
-    return p | dict(zip(ranked, np.minimum(corrected, 1.0).tolist(), strict=True))
+    known = [key for key in p if p[key] is not None]
+    corrected = dict(p)
+    largest = 0.0
+    for rank, key in enumerate(sorted(known, key=p.get)):
+        largest = max(largest, p[key] * (len(known) - rank))
+        corrected[key] = min(largest, 1.0)
+    return corrected
 
 
 def winner(means, p_of, alpha=0.05):
@@ -282,8 +352,8 @@ def winner(means, p_of, alpha=0.05):
         return Winner(None, f"{len(means)} families with a loss: nothing to compare", {})
     best, *others = sorted(means, key=means.get)
     p = {family: p_of(best, family) for family in others}
-    if None in p.values():
-        untested = [f for f in others if p[f] is None]
+    untested = [family for family in others if p[family] is None]
+    if untested:
         return Winner(None, f"{best} is lowest, but cannot be tested against {', '.join(untested)}: two seeds are "
                       "needed", p)
     p = holm(p)
@@ -305,16 +375,23 @@ def bounds(fractions, alpha, power=2, walks=100_000):
     17% above that of a single test with this error, with power 8 3%. Each bound is that of simulated normal
     differences which exceeded none before; infinite for one pair, and where less than one of `walks` may.
     """
-    rng, sums, squares, spent = np.random.default_rng(0), np.zeros(walks), np.zeros(walks), 0
+    rng = np.random.default_rng(0)
+    sums = np.zeros(walks)  # of the walks that exceeded no bound yet
+    squares = np.zeros(walks)
+    spent = 0
     for n, fraction in enumerate(fractions, 1):
         x = rng.standard_normal(len(sums))
-        sums, squares, more = sums + x, squares + x * x, round(walks * 0.6 * alpha * fraction**power) - spent
+        sums = sums + x
+        squares = squares + x * x
+        more = round(walks * 0.6 * alpha * fraction**power) - spent
         if n == 1 or more < 1:
             yield math.inf
             continue
         t = abs(sums) / np.sqrt((n * squares - sums**2) / (n - 1))
         bound = np.partition(t, -more)[-more].item()
-        sums, squares, spent = sums[t < bound], squares[t < bound], spent + more
+        sums = sums[t < bound]
+        squares = squares[t < bound]
+        spent += more
         yield bound
 
 
@@ -322,7 +399,8 @@ def log_tokens(difference, curve):
     """log of how many times HEAD's tokens the edit needs if its loss is `difference` (...,) nats higher, on the curve
     E + B / D^k with 2^k = (quarter - half) / half. curve (..., 2): how much higher HEAD's loss is at these budgets.
     """
-    quarter, half = curve[..., 0], np.maximum(curve[..., 1], 1e-9)
+    quarter = curve[..., 0]
+    half = np.maximum(curve[..., 1], 1e-9)
     ratio = np.clip((quarter - half) / half, 1.001, 4)
     return np.log1p(np.maximum(difference * (ratio - 1) / half, -0.999)) / np.log2(ratio)
 
@@ -337,14 +415,18 @@ def decide(differences, curves, bound, margin=0.02, alpha=0.05):
         bound: of Student's t at this look, from `bounds`.
     "better" and "worse": the interval of the mean difference excludes 0; "same": m is within `margin`.
     """
-    n, k, mean = differences.shape[-1], curves.shape[-2], differences.mean(-1)
+    n = differences.shape[-1]
+    k = curves.shape[-2]
+    mean = differences.mean(-1)
     half = bound * differences.std(-1, ddof=1) / n**0.5
-    at, low, high = (log_tokens(d, curves.mean(-2)) for d in (mean, mean - half, mean + half))
+    curve = curves.mean(-2)
+    at = log_tokens(mean, curve)
     without = [log_tokens(mean, np.delete(curves, i, -2).mean(-2)) for i in range(k)]
     error = special.stdtrit(k - 1, 1 - alpha / 2) * np.sqrt((k - 1) * np.var(without, 0))
-    low, high = at - np.hypot(at - low, error), at + np.hypot(high - at, error)
+    low = at - np.hypot(at - log_tokens(mean - half, curve), error)
+    high = at + np.hypot(log_tokens(mean + half, curve) - at, error)
     low = np.where(mean - half > 0, np.maximum(low, 1e-9), low)  # the curve's error does not change the sign
     high = np.where(mean + half < 0, np.minimum(high, -1e-9), high)
-    within = (low > -np.log1p(margin)) & (high < np.log1p(margin))
-    verdict = np.select([mean + half < 0, mean - half > 0, within], ["better", "worse", "same"], "undecided")
+    is_same = (low > -np.log1p(margin)) & (high < np.log1p(margin))
+    verdict = np.select([mean + half < 0, mean - half > 0, is_same], ["better", "worse", "same"], "undecided")
     return verdict, at, low, high, mean, half
