@@ -110,23 +110,36 @@ def load(argv):
     return configurator.load(TrainConfig, paths)
 
 
+def is_pattern(family):
+    return "*" in family or "," in family
+
+
 def base_arguments(preset, model, size):
     """What every run of a family at a size has: its config file, and what size, preset and family change in it.
 
     Raises ConfigError where there is no such file, or it is of another family.
     """
-    s, family = preset.sizes[size], stem(model)
-    name = f"config/{re.split('[*,]', family)[0]}_{s.config}.py"
+    s = preset.sizes[size]
+    family = stem(model)
+    first = re.split("[*,]", family)[0]
+    name = f"config/{first}_{s.config}.py"
     if not (REPO / name).exists():
         known = sorted(p.stem.removesuffix(f"_{s.config}") for p in REPO.glob(f"config/*_{s.config}.py"))
         raise ConfigError(f"{name} does not exist: write it, as config/longhorn_laptop.py shows, or choose families of "
                           f"{', '.join(known)}")
-    pattern = [f"--pattern={family}"] * bool(re.search("[*,]", family))
-    argv = [name, *s.argv, *preset.args, *pattern, *label_settings(model)]
+    argv = [name, *s.argv, *preset.args]
+    if is_pattern(family):
+        argv.append(f"--pattern={family}")
+    argv += label_settings(model)
     config = load(argv)
-    if not pattern and config.model != family:
+    if not is_pattern(family) and config.model != family:
         raise ConfigError(f"{name} sets model to {config.model}: write model = {family!r} there")
     return argv
+
+
+def safe_name(text):
+    """A text as part of a path."""
+    return re.sub(r"[^\w.@-]+", "_", text)
 
 
 def make_cell(preset, stage, model, size, steps=None, rate=None, seed=None):
@@ -136,13 +149,16 @@ def make_cell(preset, stage, model, size, steps=None, rate=None, seed=None):
         schedule = "cosine" if stage == "cosine" else "wsd"
         argv += [f"--schedule={schedule}", f"--warmup_iters={preset.warmup}", "--min_lr=0", f"--max_iters={steps}",
                  f"--learning_rate={rate:g}"]
-    argv.append(f"--seed={load(argv).seed if seed is None else seed}")
+    if seed is None:
+        seed = load(argv).seed
+    argv.append(f"--seed={seed}")
     config = load(argv)
     at = {"stage": stage, "model": model, "size": size, "context": config.block_size, "steps": config.max_iters,
-          "learning_rate": config.learning_rate, "seed": config.seed, "from": 0}
-    name = f"{model} {size} {config.max_iters}steps lr{config.learning_rate:g} seed{config.seed}" + " cosine" * (
-        stage == "cosine")
-    return Cell(re.sub(r"[^\w.@-]+", "_", name), argv, at)
+          "learning_rate": config.learning_rate, "seed": seed, "from": 0}
+    name = f"{model} {size} {config.max_iters}steps lr{config.learning_rate:g} seed{seed}"
+    if stage == "cosine":
+        name += " cosine"
+    return Cell(safe_name(name), argv, at)
 
 
 def seed_cells(preset, model, size, rate, seed, budgets, folder=REPO / "out"):
@@ -151,32 +167,48 @@ def seed_cells(preset, model, size, rate, seed, budgets, folder=REPO / "out"):
     from runtime.checkpoint import steps as steps_of
     from train import decay_steps
 
-    cells = [make_cell(preset, "seed", model, size, steps, rate, seed) for steps in sorted(budgets)[::-1]]
+    cells = [make_cell(preset, "seed", model, size, steps, rate, seed) for steps in sorted(budgets, reverse=True)]
     ends = {c.name: c.at["steps"] - decay_steps(load(c.argv)) for c in cells}  # where another budget can leave it
-    plan, kept = runner.read_plan(folder, new=True)["cells"], {}
-    for name, at in plan.items():
-        same = all(at.get(key) == cells[0].at[key] for key in ("stage", "model", "size", "learning_rate", "seed"))
-        if same and is_finished(folder / name):
-            planned = runner.settings(at["argv"]).get("keep_steps", "").split(",")
-            kept |= {step: name for step in steps_of(folder / name) if str(step) in planned}
+    plan = runner.read_plan(folder, new=True)["cells"]
+    kept = kept_checkpoints(folder, plan, cells[0].at)
     for c in cells:
-        begun = c.name in plan and (folder / c.name / "config.json").exists()
-        if begun:  # it goes on from where it began
-            c.at["from"] = int(runner.settings(plan[c.name]["argv"]).get("branch", "@0").rpartition("@")[2])
+        has_begun = c.name in plan and (folder / c.name / "config.json").exists()
+        if has_begun:  # it goes on from where it began
+            branch = runner.settings(plan[c.name]["argv"]).get("branch", "@0")
+            c.at["from"] = int(branch.rpartition("@")[2])
         if is_finished(folder / c.name):  # what it kept is known
             continue
+        base = c.at["from"]
+        if not has_begun:
+            base = max((step for step in kept if step <= ends[c.name]), default=0)
         saved = steps_of(folder / c.name)  # if it has begun: steps before the last are kept, or are past
-        branches = () if begun else [step for step, name in kept.items() if step <= ends[c.name] and name != c.name]
-        base = max(branches, default=c.at["from"])
-        keep = sorted({end for end in ends.values() if base < end <= ends[c.name]
-                       and (end in saved or end > max(saved, default=0))} - kept.keys())
+        keep = []
+        for end in sorted(set(ends.values()) - kept.keys()):
+            can_be_kept = end in saved or end > max(saved, default=0)
+            if base < end <= ends[c.name] and can_be_kept:
+                keep.append(end)
         if keep:
             c.argv.append(f"--keep_steps={','.join(map(str, keep))}")
-            kept |= dict.fromkeys(keep, c.name)
-        if base and not begun:
-            c.after, c.at["from"] = kept[base], base
+        if base and not has_begun:
+            c.after = kept[base]
+            c.at["from"] = base
             c.argv.append(f"--branch={os.path.relpath(folder, REPO)}/{c.after}@{base}")
+        kept |= dict.fromkeys(keep, c.name)
     return cells
+
+
+def kept_checkpoints(folder, plan, at):
+    """{step: name of a finished cell that kept it} of those in the plan that have the family, size, rate and seed of
+    `at`."""
+    from runtime.checkpoint import steps as steps_of
+
+    kept = {}
+    for name, other in plan.items():
+        is_same = all(other.get(key) == at[key] for key in ("stage", "model", "size", "learning_rate", "seed"))
+        if is_same and is_finished(folder / name):
+            planned = runner.settings(other["argv"]).get("keep_steps", "").split(",")
+            kept |= {step: name for step in steps_of(folder / name) if str(step) in planned}
+    return kept
 
 
 def seed_offset(model):
@@ -191,21 +223,32 @@ def reported_cells(preset, rates, folder=REPO / "out"):
     cells = []
     for i in range(max(s.seeds for s in preset.sizes.values())):
         for size, s in preset.sizes.items():
-            for model in (m for m in preset.models if i < s.seeds and (m, size) in rates):
-                seed, rate = FIRST_SEED + i + seed_offset(model), rates[model, size]
+            if i >= s.seeds:
+                continue
+            for model in preset.models:
+                rate = rates.get((model, size))
+                if rate is None:
+                    continue
                 if not s.steps:
                     cells.append(make_cell(preset, "seed", model, size))
                     continue
-                budgets = {s.steps, *(b for b in s.others if b < s.steps or i < 2)}  # a shorter one is a branch
+                seed = FIRST_SEED + i + seed_offset(model)
+                budgets = {s.steps}
+                budgets.update(b for b in s.others if b < s.steps or i < 2)  # a shorter one is a branch
                 cells += seed_cells(preset, model, size, rate, seed, budgets, folder)
                 if i == 0 and model == preset.models[0]:
                     cells.append(make_cell(preset, "cosine", model, size, s.steps, rate, seed))
     return cells
 
 
+def three_digits(rate):
+    return float(f"{rate:.3g}")
+
+
 def first_rates(preset, centre):
     """The rates that a search begins with, a factor of 2 apart."""
-    return [float(f"{centre * 2 ** (i - (preset.rates - 1) / 2):.3g}") for i in range(preset.rates)]
+    middle = (preset.rates - 1) / 2
+    return [three_digits(centre * 2 ** (i - middle)) for i in range(preset.rates)]
 
 
 def search_cells(preset, model, size, rates):
@@ -221,17 +264,20 @@ def searched(preset, folder, model, size, rates):
 
     Rates that an earlier command tried beyond them do not count: the choice is the same however often it is stopped.
     """
-    losses_by_rate, needed = {}, {c.name for c in search_cells(preset, model, size, rates)}
+    needed = {c.name for c in search_cells(preset, model, size, rates)}
+    losses_by_rate = {rate: [] for rate in rates}
     for name, at in runner.read_plan(folder, new=True)["cells"].items():
-        if (at["stage"], at["model"], at["size"]) == ("search", model, size) and at["learning_rate"] in rates:
-            try:
-                loss = read_run(folder / name, at)["loss_of_choosing_files"]
-                losses_by_rate.setdefault(at["learning_rate"], []).append(loss)
-            except BadRecord as reason:
-                if "diverged" in str(reason):
-                    losses_by_rate.setdefault(at["learning_rate"], []).append(float("inf"))
-                elif name in needed:
+        if (at["stage"], at["model"], at["size"]) != ("search", model, size) or at["learning_rate"] not in rates:
+            continue
+        try:
+            loss = read_run(folder / name, at)["loss_of_choosing_files"]
+        except BadRecord as reason:
+            if "diverged" not in str(reason):
+                if name in needed:
                     return None
+                continue
+            loss = float("inf")
+        losses_by_rate[at["learning_rate"]].append(loss)
     return best_rate(losses_by_rate)
 
 
@@ -240,28 +286,33 @@ def find_rates(preset, folder, go, plan_only=False):
 
     plan_only: `go` runs nothing, and a search without a usable run has its middle rate.
     """
-    rates, plan = {}, runner.read_plan(folder, new=True)["cells"]
+    plan = runner.read_plan(folder, new=True)["cells"]
     known = {(at["model"], at["size"]): at["learning_rate"] for at in plan.values() if at["stage"] == "seed"}
+    rates = {}
     product = dict.fromkeys(preset.models, preset.rate_times_width)  # of the size before, where a rate was chosen there
     for size, s in preset.sizes.items():
         width = {model: load(base_arguments(preset, model, size)).n_embd for model in product}
+        centre = {model: product[model] / width[model] for model in product}
         grids = {}
         for model in product:
-            centre = product[model] / width[model]
-            if (model, size) in known or not s.search:
-                rates[model, size] = known.get((model, size), float(f"{centre:.3g}"))
+            if (model, size) in known:
+                rates[model, size] = known[model, size]
+            elif not s.search:
+                rates[model, size] = three_digits(centre[model])
             else:
-                grids[model] = first_rates(preset, centre)
+                grids[model] = first_rates(preset, centre[model])
         while grids:
             go([c for model, grid in grids.items() for c in search_cells(preset, model, size, grid)])
             for model, grid in list(grids.items()):
                 best = searched(preset, folder, model, size, grid)
                 if best and best.beyond and len(grid) < preset.rates + EXTENSIONS:
-                    grid.append(float(f"{best.beyond:.3g}"))
+                    grid.append(three_digits(best.beyond))
                     continue
                 del grids[model]
-                if best or plan_only:
-                    rates[model, size] = best.rate if best else float(f"{product[model] / width[model]:.3g}")
+                if best:
+                    rates[model, size] = best.rate
+                elif plan_only:
+                    rates[model, size] = three_digits(centre[model])
         product = {model: rates[model, size] * width[model] for model in product if (model, size) in rates}
     return rates
 
@@ -294,23 +345,25 @@ def estimate(cells):
     from inspection.counting import flops_per_token, parameter_count
     from model import LM, ModelConfig
 
-    made = {}
+    models = {}  # (family, size): a model without memory
     for c in cells:
-        config, key = load(c.argv), (c.at["model"], c.at["size"])
-        if key not in made:
-            settings = {**dataclasses.asdict(config), "vocab_size": config.vocab_size or vocabulary(config.dataset)}
+        config = load(c.argv)
+        key = c.at["model"], c.at["size"]
+        if key not in models:
+            settings = dataclasses.asdict(config)
+            settings["vocab_size"] = config.vocab_size or vocabulary(config.dataset)
             try:
                 sizes = ModelConfig(**{f.name: settings[f.name] for f in dataclasses.fields(ModelConfig)})
                 sizes.check_pattern()
                 with torch.device("meta"):
-                    made[key] = LM(sizes)
+                    models[key] = LM(sizes)
             except ValueError as error:
                 raise ConfigError(f"{c.argv[0]}: {error}") from None
-        tokens = (config.max_iters - c.at["from"]) * config.batch_tokens
-        flops = flops_per_token(made[key])["total"] * tokens
-        c.at |= {"parameters": parameter_count(made[key])["total"], "tokens": config.max_iters * config.batch_tokens,
-                 "flops": flops}
-        c.seconds = START_SECONDS + CPU_SECONDS_PER_FLOP * flops + CPU_SECONDS_PER_TOKEN * tokens
+        trained = (config.max_iters - c.at["from"]) * config.batch_tokens
+        c.at["parameters"] = parameter_count(models[key])["total"]
+        c.at["tokens"] = config.max_iters * config.batch_tokens
+        c.at["flops"] = flops_per_token(models[key])["total"] * trained
+        c.seconds = START_SECONDS + CPU_SECONDS_PER_FLOP * c.at["flops"] + CPU_SECONDS_PER_TOKEN * trained
 
 
 def print_plan(cells, jobs, nproc, where):
@@ -321,15 +374,19 @@ def print_plan(cells, jobs, nproc, where):
     for c in cells:
         lines.setdefault((c.at["model"], c.at["size"], c.at["tokens"]), []).append(c)
     for (model, size, tokens), group in lines.items():
-        a, stages = group[0].at, Counter(c.at["stage"] for c in group)
-        rates = sorted({f"{c.at['learning_rate']:g}" for c in group if c.at["stage"] == "search"}, key=float)
-        print(f"{model:{wide}}{size:>13}{a['context']:>9,}{human(a['parameters']):>12}{human(tokens):>9}  "
-              + ", ".join(f"{n} {stage}" for stage, n in stages.items()) + (f" at {', '.join(rates)}" if rates else ""))
-    print(f"{len(cells)} runs, {sum(c.at['flops'] for c in cells):.2g} FLOPs on {where}, {jobs or 'all'} at a time"
-          + f" by {nproc} processes each" * (nproc > 1))
+        at = group[0].at
+        stages = Counter(c.at["stage"] for c in group)
+        runs = ", ".join(f"{n} {stage}" for stage, n in stages.items())
+        rates = sorted({c.at["learning_rate"] for c in group if c.at["stage"] == "search"})
+        if rates:
+            runs += f" at {', '.join(f'{rate:g}' for rate in rates)}"
+        print(f"{model:{wide}}{size:>13}{at['context']:>9,}{human(at['parameters']):>12}{human(tokens):>9}  {runs}")
+    flops = sum(c.at["flops"] for c in cells)
+    each = f" by {nproc} processes each" if nproc > 1 else ""
+    print(f"{len(cells)} runs, {flops:.2g} FLOPs on {where}, {jobs or 'all'} at a time{each}")
     if "CPU" in where:
-        print(f"about {hours(sum(c.seconds for c in cells) / jobs)} on cores of an AMD EPYC (Zen 4), and more where a "
-              "search goes beyond its rates")
+        seconds = sum(c.seconds for c in cells) / jobs
+        print(f"about {hours(seconds)} on cores of an AMD EPYC (Zen 4), and more where a search goes beyond its rates")
 
 
 # --------------------------------------------------------------------------------------------------------- command line
@@ -381,44 +438,70 @@ def chosen(args, extra=()):
     preset = PRESETS[args.command]
     if args.command == "duel" and len(args.models) < 2:
         raise ConfigError("duel: give two families, as in: duel longhorn mamba")
-    given = {label: argv for size_argv in args.sizes or () for label, argv in size_argv.items()}
+    given = {}
+    for argument in args.sizes or ():
+        given |= argument
+    models = tuple(dict.fromkeys(args.models)) or preset.models
+    check_choice(args, preset, given, models, extra)
+    first = next(iter(preset.sizes.values()))
+    sizes = preset.sizes
+    if given:
+        sizes = {label: dataclasses.replace(first, argv=argv) if argv else preset.sizes[label]
+                 for label, argv in given.items()}
+    changes = {"seeds": args.seeds, "steps": args.steps, "others": args.budgets, "search": args.search}
+    changes = {key: value for key, value in changes.items() if value is not None}
+    sizes = {label: dataclasses.replace(size, **changes) for label, size in sizes.items()}
+    smallest = next(iter(sizes))
+    if not sizes[smallest].search:  # it was another size's
+        sizes[smallest] = dataclasses.replace(sizes[smallest], search=first.search)
+    return dataclasses.replace(preset, sizes=sizes, models=models, args=(*preset.args, *map(whole_path, extra)))
+
+
+def whole_path(setting):
+    """--dataset=FOLDER with the whole path: a run begins in the repository's folder."""
+    key, _, value = setting.partition("=")
+    if key == "--dataset" and Path(value).is_dir():
+        return f"{key}={Path(value).resolve()}"
+    return setting
+
+
+def check_choice(args, preset, given, models, extra):
+    """Raises ConfigError where sizes {label: arguments}, families, settings or numbers cannot be."""
     for label, argv in given.items():
-        if (argv is None) != (label in preset.sizes):
+        is_label_alone = argv is None
+        if is_label_alone != (label in preset.sizes):
             raise ConfigError(f"--sizes={label}: preset {args.command} has {', '.join(preset.sizes)}; give one of "
                               "them, or another label with its settings, as in --sizes=250K:n_layer=2,n_embd=96")
-    models = tuple(dict.fromkeys(args.models)) or preset.models
-    if twice := [m for m, n in Counter(stem(m) for m in models if seed_offset(m)).items() if n > 1]:
-        raise ConfigError(f"{twice[0]}@WORD twice: both would have the same seeds")
-    for asked in (extra, *(argv or () for argv in given.values()), *map(label_settings, models)):
-        if key := next((key for key in runner.settings(asked) if key in SET_BY_THE_SWEEP), None):
-            raise ConfigError(f"{' '.join(asked)}: the sweep sets {key}; see FAMILY, --seeds, --budgets, --out")
-    first = next(iter(preset.sizes.values()))
-    sizes = {label: dataclasses.replace(first, argv=argv) if argv else preset.sizes[label]
-             for label, argv in given.items()} or preset.sizes
+    with_other_seeds = Counter(stem(m) for m in models if seed_offset(m))
+    for family, n in with_other_seeds.items():
+        if n > 1:
+            raise ConfigError(f"{family}@WORD twice: both would have the same seeds")
+    of_sizes = [argv for argv in given.values() if argv]
+    for asked in (extra, *of_sizes, *map(label_settings, models)):
+        for key in runner.settings(asked):
+            if key in SET_BY_THE_SWEEP:
+                raise ConfigError(f"{' '.join(asked)}: the sweep sets {key}; see FAMILY, --seeds, --budgets, --out")
     for key in ("seeds", "steps", "nproc", "search"):
         value = getattr(args, key)
         if value is not None and value < 1:
             raise ConfigError(f"--{key}={value}: 1 or more")
-    changes = {"seeds": args.seeds, "steps": args.steps, "others": args.budgets, "search": args.search}
-    changes = {key: value for key, value in changes.items() if value is not None}
-    sizes = {label: dataclasses.replace(size, **changes) for label, size in sizes.items()}
-    smallest = next(iter(sizes))  # of the sizes left out, the rates would be missing
-    sizes[smallest] = dataclasses.replace(sizes[smallest], search=sizes[smallest].search or first.search)
-    extra = [f"--dataset={Path(e[10:]).resolve()}" if e.startswith("--dataset=") and Path(e[10:]).is_dir() else e
-             for e in extra]
-    return dataclasses.replace(preset, sizes=sizes, models=models, args=(*preset.args, *extra))
 
 
 def run(args, extra):
     """Plan, run and report; returns the exit code."""
-    preset, is_paper = chosen(args, extra), args.command == "paper"
-    tag = re.sub(r"[^\w.@-]+", "_", "_".join(args.models))
-    folder = args.out or REPO / "out" / (f"duel_{tag}" if args.command == "duel" else f"scaling_{args.command}")
-    nproc = args.nproc or (max(1, len(runner.visible_gpus())) if is_paper else 1)
+    preset = chosen(args, extra)
+    is_paper = args.command == "paper"
+    folder = args.out
+    if folder is None and args.command == "duel":
+        folder = REPO / "out" / f"duel_{safe_name('_'.join(args.models))}"
+    elif folder is None:
+        folder = REPO / "out" / f"scaling_{args.command}"
+    nproc = args.nproc or 1
+    if is_paper and not args.nproc:
+        nproc = max(1, len(runner.visible_gpus()))
     jobs, gpus, where = runner.placement(args, nproc, preset.jobs_per_gpu)
     before = runner.read_plan(folder, new=True)  # one warmup per sweep, or its runs could not be compared
     preset = dataclasses.replace(preset, warmup=before.get("warmup", preset.warmup))
-    planned, failed = [], {}
 
     searches = []
     rates = find_rates(preset, folder, searches.extend, plan_only=True)
@@ -431,12 +514,11 @@ def run(args, extra):
     estimate(expected)
     print_plan(expected, jobs, nproc, where)
     if args.dry_run:
-        to_run = [c for c in expected if not is_finished(folder / c.name)]
-        print("nothing was run; it would begin with:" if to_run else "nothing was run; all of it is finished")
-        for c in to_run if is_paper else to_run[:1]:
-            print("torchrun --standalone --nproc_per_node=8" if is_paper else "python", *c.command(folder)[1:])
+        print_commands(expected, folder, is_paper)
         return 0
 
+    planned = []
+    failed = {}
     with runner.driver(args, folder, jobs, nproc, gpus) as engine:
         def go(cells):
             estimate(cells)
@@ -444,25 +526,40 @@ def run(args, extra):
             planned.extend(cells)
             failed.update(runner.run_cells(cells, folder, engine))
 
-        go(reported_cells(preset, find_rates(preset, folder, go), folder))
-        write = lambda folder: write_report(folder, None, args)
-        runner.say_written(after_sweep(write, folder, "experiments/sweep.py"))
+        rates = find_rates(preset, folder, go)
+        go(reported_cells(preset, rates, folder))
+        written = after_sweep(lambda folder: write_report(folder, None, args), folder, "experiments/sweep.py")
+        runner.say_written(written)
     return runner.say_failed(failed, planned)
+
+
+def print_commands(cells, folder, is_paper):
+    """What the sweep would begin with; of the paper's, all."""
+    to_run = [c for c in cells if not is_finished(folder / c.name)]
+    if not to_run:
+        print("nothing was run; all of it is finished")
+        return
+    print("nothing was run; it would begin with:")
+    if not is_paper:
+        print("python", *to_run[0].command(folder)[1:])
+        return
+    for c in to_run:
+        print("torchrun --standalone --nproc_per_node=8", *c.command(folder)[1:])
 
 
 def about_sweep(args, extra, preset, folder, before):
     """What plan.json says of the whole sweep; before: what it says now. Raises ConfigError where an earlier command had
     another size of a label."""
+    sizes = {label: [*size.argv] for label, size in preset.sizes.items()}
     known = before.get("sizes", {})
-    for label, size in preset.sizes.items():
-        if known.get(label, [*size.argv]) != [*size.argv]:
+    for label, argv in sizes.items():
+        if label in known and known[label] != argv:
             raise ConfigError(f"{folder} has a size {label} of {' '.join(known[label])}: choose another label or --out")
-    where = environment()
     command = shlex.join(["python", "experiments/sweep.py", *sys.argv[1:]])
     is_paper = args.command == "paper" and not (args.steps or args.sizes or extra)
+    where = environment()
     return {"preset": args.command, "paper": is_paper and before.get("paper", True), "warmup": preset.warmup,
-            "models": list(dict.fromkeys([*before.get("models", ()), *preset.models])),
-            "sizes": known | {label: [*size.argv] for label, size in preset.sizes.items()},
+            "models": list(dict.fromkeys([*before.get("models", ()), *preset.models])), "sizes": known | sizes,
             "commands": list(dict.fromkeys([*before.get("commands", ()), command])),
             "machine": where["gpu"] or where["cpu"], "cores": runner.cores()}
 
@@ -481,14 +578,16 @@ def check_settings(cells):
     """Raises ConfigError where train.py would, and where configs differ in what must not differ within a sweep."""
     from train import check
 
-    problems = {}
+    first = {}  # setting: (family, value)
     for c in cells:
         config = load(c.argv)
         check(config)
-        same = {key: getattr(config, key, None) for key in SAME["scaling"] if c.at["stage"] != "cosine"}
-        same[f"eval_block_size at {c.at['size']}"] = config.eval_block_size or config.block_size
-        for key, value in same.items():
-            other, known = problems.setdefault(key, (c.at["model"], value))
+        shared = {}
+        if c.at["stage"] != "cosine":
+            shared = {key: getattr(config, key, None) for key in SAME["scaling"]}
+        shared[f"eval_block_size at {c.at['size']}"] = config.eval_block_size or config.block_size
+        for key, value in shared.items():
+            other, known = first.setdefault(key, (c.at["model"], value))
             if value != known:
                 raise ConfigError(f"{key} is {known} in {other}'s config and {value} in {c.at['model']}'s: such runs "
                                   f"are not compared; give --{key.split()[0]}=... for all, or change a config")
