@@ -7,8 +7,7 @@ It minimises the summed Huber loss (delta 1e-3) of log L from a grid of starts. 
 outliers little weight. There are no intervals: the budgets of a seed branch from one run, so their noise is not
 independent, and three sizes do not tell E from alpha. Pages show no fit.
 
-    from experiments import records
-    from experiments.scaling import fit
+    from experiments import fit, records
     runs = records.read("out/scaling_night").query("model == 'longhorn' and stage == 'seed' and left_out == ''")
     fit.fit_loss(runs.parameters, runs.tokens, runs.val_loss)
 """
