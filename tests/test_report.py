@@ -65,7 +65,7 @@ def make_run(folder, model, n, steps, rate, seed, loss, gpu=None, schedule="wsd"
     config = {"model": model, "block_size": 256, "vocab_size": 256, "seed": seed, "batch_tokens": BATCH,
               "out_dir": f"out/scaling_laptop/{folder.name}", "max_iters": steps, "learning_rate": rate, "min_lr": 0.0,
               "warmup_iters": 26, "weight_decay": 0.1, "eval_tokens": 131072, "final_eval_tokens": 131072,
-              "dtype": "bfloat16", "schedule": schedule, "optimizer": "adamw"}
+              "dtype": "bfloat16", "schedule": schedule, "optimizer": "adamw", "max_bad_steps": 10}
     record = {"config": config, "environment": {"code": CODE, "code_files": FILES, "commit": "f" * 40, "torch": "2.13",
                                                 "cpu": "AMD EPYC", "gpu": gpu, "command": "python train.py"},
               "derived": {"tokens": tokens, "parameters": {"embedding": 256 * 64, "total": n}, "decayed": ["a"]},
