@@ -149,16 +149,11 @@ def test_out_and_in_again(family, tmp_path):
     close(again(TOKENS)[0], lm(TOKENS)[0], 0)
 
 
-def test_the_machines_own_setting_stays_behind_and_weights_are_copies(tmp_path):
-    lm = tiny(backend="cpu")
-    config, tensors = to_hf(lm)
-    other = export.load(folder_of(tmp_path / "cpu", config, tensors))
-    assert "backend" not in config and other.config == dataclasses.replace(lm.config, backend="")
-    torch_alone = folder_of(tmp_path / "torch", *to_hf(tiny(backend="torch")))  # its loops may have been edited
-    assert export.load(torch_alone).config.backend == "torch"
-    for t in tensors.values():
-        t.zero_()
-    assert lm.embed.weight.all() and torch.equal(lm.embed.weight, other.embed.weight)
+@pytest.mark.parametrize("backend, imported", [("cpu", ""), ("torch", "torch")])  # torch's loops may have been edited
+def test_the_machines_own_setting_stays_behind(backend, imported, tmp_path):
+    lm = tiny(backend=backend)
+    other = export.load(folder_of(tmp_path / "folder", *to_hf(lm)))
+    assert other.config == dataclasses.replace(lm.config, backend=imported)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -346,32 +341,26 @@ class Bomb:
 
 
 def test_files_that_are_missing_or_damaged(tmp_path):
-    folder = folder_of(tmp_path / "folder", *to_hf(tiny()))
-    result = lambda: run(from_hf=folder, out_dir=tmp_path / "out")
-    weights, text = (folder / "model.safetensors").read_bytes(), (folder / "config.json").read_text()
-    for damage in (b"", weights[:100], weights[:-1], weights + b"0", pickle.dumps(Bomb())):
-        (folder / "model.safetensors").write_bytes(damage)
-        refused(result(), f"{folder}/model.safetensors: ")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    refused(result(), f"{folder}/model.safetensors", "no weights to read", "pytorch_model.bin", "not opened")
-    (folder / "model.safetensors").write_bytes(weights)
-    for damage in ("", text[:-5], "[1]", "[" * 100000):
-        (folder / "config.json").write_text(damage)
-        refused(result(), f"{folder}/config.json", "not a JSON")
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_import_takes_no_damaged_weights_and_none_of_another_export(tmp_path):
+    """Or those of another export; but what transformers has saved, after fine-tuning say, may be imported."""
     hf, into = tmp_path / "hf", {"from_hf": tmp_path / "hf", "out_dir": tmp_path / "in"}
     run(out_dir=make_run(tmp_path / "run", tiny("llama")), to=hf)
-    content = (hf / "model.safetensors").read_bytes()
-    (hf / "model.safetensors").write_bytes(content[:-9] + bytes([content[-9] ^ 64]) + content[-8:])
-    refused(run(**into), "hf/model.safetensors: damaged")
-    tensors = safetensors.torch.load(content)
+    weights, text = (hf / "model.safetensors").read_bytes(), (hf / "config.json").read_text()
+    for damage in ("", text[:-5], "[1]", "[" * 100000):
+        (hf / "config.json").write_text(damage)
+        refused(run(**into), f"{hf}/config.json", "not a JSON")
+    (hf / "config.json").write_text(text)
+    flipped = weights[:-9] + bytes([weights[-9] ^ 64]) + weights[-8:]
+    for damage in (b"", weights[:100], weights[:-1], flipped, pickle.dumps(Bomb())):
+        (hf / "model.safetensors").write_bytes(damage)
+        refused(run(**into), hf, "not imported" if len(damage) < len(weights) - 1 else "model.safetensors: ")
+    (hf / "model.safetensors").rename(hf / "pytorch_model.bin")
+    refused(run(**into), f"{hf}/model.safetensors", "no weights to read", "pytorch_model.bin", "not opened")
+    tensors = safetensors.torch.load(weights)
     tensors["model.norm.weight"][5] += 0.5
     checkpoint.save(hf / "model.safetensors", tensors, {}, kind="pt")
     refused(run(**into), "the weights of another export")
-    safetensors.torch.save_file(tensors, hf / "model.safetensors", {"format": "pt"})  # by transformers, fine-tuned say
+    assert not (tmp_path / "in").exists()
+    safetensors.torch.save_file(tensors, hf / "model.safetensors", {"format": "pt"})
     assert run(**into).code == 0
 
 
@@ -542,12 +531,6 @@ LM = Shared
         model.save_pretrained(tmp_path / "again")
     close(export.load(tmp_path / "hf")(TOKENS)[0], lm(TOKENS)[0], 0)
     assert run(out_dir=tmp_path / "run", to=tmp_path / "half", dtype="bfloat16").code == 0
-
-
-def test_code_that_changes_nothing_changes_no_class(edited, tmp_path):
-    edited("# a remark\n")
-    assert "trust_remote_code" not in run(out_dir=tmp_path / "run", to=tmp_path / "hf").out
-    assert export.read_json(tmp_path / "hf" / "config.json")["model_type"] == "llama"
 
 
 def test_without_transformers_nothing_is_said_to_be_theirs(tmp_path, monkeypatch):
@@ -790,12 +773,12 @@ def test_what_else_transformers_asks_of_a_model(family, code):
     torch.testing.assert_close(model(idx, labels=idx, num_items_in_batch=26).loss, loss / 2)
 
     def gradients():
+        """How often a layer is computed, and the gradients."""
         model.zero_grad()
         calls = []
-        hooks = [layer.branches[0].register_forward_hook(lambda *_: calls.append(1)) for layer in model.model.layers]
+        hook = model.model.layers[1].branches[0].register_forward_hook(lambda *_: calls.append(1))
         model(idx, labels=idx).loss.backward()
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
         return len(calls), [p.grad.clone() for p in model.parameters()]
 
     model.train()
@@ -803,7 +786,7 @@ def test_what_else_transformers_asks_of_a_model(family, code):
     model.gradient_checkpointing_enable()
     twice, again = gradients()
     model.gradient_checkpointing_disable()
-    assert (once, twice, gradients()[0]) == (2, 4, 2) and all(map(torch.equal, plain, again))
+    assert (once, twice, gradients()[0]) == (1, 2, 1) and all(map(torch.equal, plain, again))
 
 
 TEXTS = ["def main():\n    return 'x'  # ok", "naïve  €uro\t\n\n 123,456 don't", " leading", "😀 a\r\n", "\0ÿĀ\x7f"]
