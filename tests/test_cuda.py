@@ -42,6 +42,7 @@ from operators import (
     with_mistake,
 )
 
+from bench.measure import compare, values_and_gradients
 from bench.ops import TESTED
 from kernels import build, cuda, launch
 from kernels.ops import causal_conv1d
@@ -475,20 +476,14 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: 
 
 
 def gpu_failures(update, a, **kw):
-    """As failures() of test_scan.py, with the truth computed on the GPU too."""
-    fast, slow = SCANS[update]
-    a, both = {n: v.cuda() for n, v in a.items()}, []
-    for wide, f in ((True, slow), (False, functools.partial(fast, backend="cuda"))):
-        b = {n: v.detach().to(torch.float64 if wide else v.dtype).requires_grad_() for n, v in a.items()}
-        y, hT = f(**b, return_state=True, **kw)
-        weight = torch.cos(torch.arange(y.numel(), device="cuda").view(y.shape)).to(BF16)  # dy, alike in every dtype
-        loss = (y.double() * weight.double()).sum() + hT.double().sum()
-        both.append(dict(zip(["y", "hT", *b], [y, hT, *torch.autograd.grad(loss, list(b.values()))], strict=True)))
-    true, got = both
+    """What the kernels get wrong, with the truth computed on the GPU too."""
+    fast, slow = (functools.partial(f, return_state=True, **kw) for f in SCANS[update])
+    a = {n: v.cuda() for n, v in a.items()}
+    got = values_and_gradients(functools.partial(fast, backend="cuda"), a)
     # a decay near 1 that is 2 ulp off is so T times: Mamba's, by an exponential that the hardware approximates
-    drift = 2 * a["x"].shape[1] * EPS * update.startswith("mamba")
-    bound = {n: 0.5 * torch.finfo(v.dtype).eps * (v.dtype != F32) + 64 * EPS + drift for n, v in got.items()}
-    return {n: v for n in got if not (v := ((got[n].double() - true[n]).norm() / true[n].norm()).item()) <= bound[n]}
+    drift = 2 * a["x"].shape[1] * EPS if update.startswith("mamba") else 0.0
+    errors = compare(got, values_and_gradients(slow, a, torch.float64), 64 * EPS + drift)
+    return {n: row for n, row in errors.items() if not row["right"]}
 
 
 @on_gpu
