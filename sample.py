@@ -52,8 +52,8 @@ def load_model(folder, device="cpu"):
     with checkpoint.fitting(path):
         task = dict(meta["config"]).get("task")
     if task == "images":
-        raise checkpoint.CheckpointError(f"{path} is an image classifier and cannot write text: see wrong.png in its "
-                                         "folder")
+        raise checkpoint.CheckpointError(f"{path} is an image classifier and cannot write text: result.json in its "
+                                         "folder has its accuracy")
     with checkpoint.fitting(path):
         config = {k: v for k, v in meta["config"].items() if hasattr(ModelConfig, k)}
         backend = "torch" if config.get("backend") == "torch" else ""  # keep torch, for edited operators; else fastest

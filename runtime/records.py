@@ -5,7 +5,7 @@
     out/<run>/log.jsonl      one JSON object per event and line, keys with units
     out/<run>/result.json    the outcome, written only when the run has finished
     out/<run>/loss.png       the loss curve, see runtime/loss_curve.py
-    out/<run>/eval_tasks.json, wrong.png                             written by evaluate.py and by image runs
+    out/<run>/eval_tasks.json                                        written by evaluate.py
 
 A killed process can leave a half-written last line in log.jsonl. Readers drop it, and a resumed run cuts the log back
 to its checkpoint, so that the log reads as if nothing had happened. Other damaged lines are left out too; a resumed run
@@ -38,7 +38,7 @@ NO_TRACE = ("runtime/loss_curve.py", "tests/", "tools/", "bench/", "sample.py", 
             "evaluation/tasks.py", "evaluation/harness.py", "experiments/sweep.py", "experiments/compare.py",
             "experiments/report.py", "experiments/fit.py", "experiments/figures.py", "experiments/records.py",
             "experiments/pages.py", "experiments/sweeps/", "experiments/recall/mqar.py", "experiments/recall/report.py",
-            "experiments/vision/sweep.py", "experiments/vision/report.py", "experiments/vision/wrong_images.py",
+            "experiments/vision/sweep.py", "experiments/vision/report.py",
             "experiments/extrapolation.py", "experiments/objectives.py")
 # Changes in these do not change what a trained model computes.
 MACHINERY = ("train.py", "optim.py", "configurator.py", "initialisation.py", "common/", "inspection/", "runtime/",
@@ -116,7 +116,7 @@ def is_finished(folder):
 
 def run_files(folder):
     """The paths of a run's files in `folder`, which are moved aside when a new run starts there."""
-    names = (r"(config|result|eval_tasks)\.json|log(-damaged-\d+)?\.jsonl|(loss|wrong)\.png|wandb|"
+    names = (r"(config|result|eval_tasks)\.json|log(-damaged-\d+)?\.jsonl|loss\.png|wandb|"
              r"(best|checkpoint(-\d+)?)\.safetensors")
     return [path for path in Path(folder).glob("*") if re.fullmatch(names, path.name)]
 

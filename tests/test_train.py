@@ -614,7 +614,7 @@ def test_the_identity_of_the_code(tmp_path, monkeypatch):
     README, a package, a script beside it, pictures, reports and scores of tasks are not in it, imported or not."""
     apart = ["README.md", ".venv/torch.py", "venv/lib/site-packages/torch.py", "sample.py", "runtime/loss_curve.py",
              "evaluation/tasks.py", "bench/scan.py", "experiments/recall/report.py", "experiments/sweeps/runner.py",
-             "experiments/vision/wrong_images.py"]
+             "experiments/vision/report.py"]
     inside = ["train.py", "mixers.py", "my_loss.py", "mine/loss.py", "data/loader.py", "longhorn_scan.cu",
               "kernels/conv_norm.cu", "kernels/lanes.h"]
     monkeypatch.setattr(records, "__file__", str(tmp_path / "runtime/records.py"))

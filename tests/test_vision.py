@@ -2,6 +2,7 @@
 images from a folder that the test makes, bad input, a run killed and resumed, and the report."""
 
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -33,22 +34,22 @@ from experiments import records
 from experiments.vision import report
 from experiments.vision import sweep as sweep_of_images
 from experiments.vision.classify import Evaluate, Vision, VisionConfig, build_model
-from experiments.vision.wrong_images import draw
 from initialisation import constant, parameter
 from inspection import counting
 from kernels.scan import longhorn_scan_ref
 from model import LM, Layer, Longhorn, Mamba, ModelConfig
 from runtime import checkpoint, signals
 
-succeed, refuse = (functools.partial(f, program="experiments/vision/classify.py")
-                   for f in (succeed, refuse))
+PROGRAM = "experiments/vision/classify.py"
+succeed = functools.partial(succeed, program=PROGRAM, draw_loss=no_picture)
+refuse = functools.partial(refuse, program=PROGRAM)
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "d_state": 4, "max_iters": 12, "eval_interval": 5, "log_interval": 1,
          "device": "cpu", "dtype": "float32"}
 
 
 def classify(argv):
-    runpy.run_path("experiments/vision/classify.py", run_name="__main__")
+    runpy.run_path(PROGRAM, run_name="__main__")
 
 
 def config_of(file="vil_digits", classes=10, **changes):
@@ -246,22 +247,16 @@ def test_a_folder_of_images(shelf):
 
 @pytest.mark.parametrize("most", [images.READ_WHOLE, 1000], ids=["whole", "pieces"])
 def test_images_are_known_by_their_content(shelf, tmp_path, monkeypatch, most):
-    """An image changed in place, as large as before and with its old time, is another dataset: no run continues on
-    it. A checkpoint from before contents were compared can be continued."""
+    """An image changed in place, as large as before and with its old time, is another dataset."""
     monkeypatch.setattr(images, "READ_WHOLE", most)
     Image.effect_noise((60, 60), 50).save(shelf / "val/dark/0.bmp")
     argv = arguments(tmp_path / "out", dataset=shelf, channels=3, batch_images=4, max_iters=2, self_check="off")
-    succeed(argv, draw_loss=no_picture)
+    succeed(argv)
     path = shelf / "val/dark/0.bmp"
     before, times = path.read_bytes(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
     path.write_bytes(before[:2500] + bytes([before[2500] ^ 255]) + before[2501:])
     os.utime(path, ns=times)
     refuse([*argv, "--resume=auto"], "trained on different data")
-    newest = tmp_path / "out/checkpoint.safetensors"
-    tensors, meta = checkpoint.load(newest)
-    del meta["data"]["contents"]
-    checkpoint.save(newest, tensors, meta)
-    assert "already finished" in succeed([*argv, "--resume=auto"]).out
 
 
 def test_a_wait_for_data_ends_after_a_signal():
@@ -343,8 +338,20 @@ def test_labels_are_mixed_as_the_pixels_are_and_else_not_touched(kind):
     assert torch.equal(images.Augment(small(), 10)(x, y)[0], images.normalise(x))
 
 
-def rename(*names):
-    return lambda shelf: [(shelf / old).rename(shelf / new) for old, new in names]
+@pytest.mark.parametrize("settings, word", [
+    ({"image_size": 9}, "patch_size 2"), ({"model": "vis"}, "vil, vim, vit"), ({"dataset": "/none"}, "/none/train"),
+    ({"drop_path": 1.5}, "0.99"), ({"batch_images": 13}, "12 training images"), ({"channels": 2}, "channels 2"),
+    ({"repeats": 0}, "repeats 0"), ({"eval_crop": 0}, "eval_crop 0"), ({"mixup": 0.6, "cutmix": 0.6}, "mixup 0.6"),
+    ({"mixup": 0.5}, "pip install kornia"), ({"eval_tasks_interval": 2}, "not for images"),
+    ({"eval_tokens": 9}, "not for images"), ({"documents": "pack"}, "not for images")])
+def test_a_wrong_setting_gets_one_line(shelf, tmp_path, monkeypatch, settings, word):
+    monkeypatch.setitem(sys.modules, "kornia.augmentation", None)  # not installed
+    refuse(arguments(**{"out": tmp_path / "out", "dataset": shelf, "channels": 3, "batch_images": 4} | settings), word)
+
+
+def moved(shelf, *names):
+    for old, new in names:
+        (shelf / old).rename(shelf / new)
 
 
 def cut(shelf):
@@ -352,26 +359,13 @@ def cut(shelf):
     path.write_bytes(path.read_bytes()[:50])
 
 
-REFUSED = [  # settings; what is done to the folder of images; words of the line
-    ({"image_size": 9}, None, "image_size 9", "patch_size 2"), ({"model": "vis"}, None, "vil, vim, vit"),
-    ({"dataset": "/none"}, None, "/none/train", "train/CLASS"), ({"drop_path": 1.5}, None, "drop_path 1.5", "0.99"),
-    ({"batch_images": 13}, None, "batch_images 13", "12 training images"), ({"channels": 2}, None, "channels 2"),
-    ({"mixup": 0.6, "cutmix": 0.6}, None, "mixup 0.6", "cutmix 0.6"), ({"mixup": 0.5}, None, "kornia", "pip install"),
-    ({}, rename(("val/dark", "val/dim")), "validation has no image of the class 'dark'"),
-    ({}, rename(("val/dark", "dark"), ("val/light", "light")), "has no class folders"),
-    ({}, cut, "train/light/3.png", "cannot be read as an image"),
-    ({}, lambda shelf: os.mkfifo(shelf / "val/light/pipe.png"), "pipe.png cannot be read (not a regular file)"),
-    *(({option: value}, None, f"{option} {value} is not for images") for option, value in (
-        ("eval_tasks_interval", 2), ("eval_tokens", 9), ("documents", "pack")))]
-
-
-@pytest.mark.parametrize("settings, change, words", [(s, change, words) for s, change, *words in REFUSED])
-def test_mistakes_get_one_line(shelf, tmp_path, monkeypatch, settings, change, words):
-    monkeypatch.setitem(sys.modules, "kornia.augmentation", None)  # not installed
-    if change is not None:
-        change(shelf)
-    base = {"out": tmp_path / "out", "dataset": shelf, "channels": 3, "batch_images": 4}
-    refuse(arguments(**{**base, **settings}), *words)
+@pytest.mark.parametrize("damage, word", [
+    (lambda shelf: moved(shelf, ("val/dark", "val/dim")), "validation has no image of the class 'dark'"),
+    (lambda shelf: moved(shelf, ("val/dark", "dark"), ("val/light", "light")), "has no class folders"),
+    (cut, "train/light/3.png"), (lambda shelf: os.mkfifo(shelf / "val/light/pipe.png"), "not a regular file")])
+def test_a_damaged_folder_of_images_gets_one_line(shelf, tmp_path, damage, word):
+    damage(shelf)
+    refuse(arguments(tmp_path / "out", dataset=shelf, channels=3, batch_images=4), word)
 
 
 # ---------------------------------------------------------------------------------------------------------------- runs
@@ -379,14 +373,14 @@ def test_mistakes_get_one_line(shelf, tmp_path, monkeypatch, settings, change, w
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     out = tmp_path_factory.mktemp("vision") / "whole"
-    return out, succeed(arguments(out, ema=0.9, drop_path=0.3, checkpoint_interval=2), draw_loss=no_picture)
+    return out, succeed(arguments(out, ema=0.9, drop_path=0.3, checkpoint_interval=2))
 
 
-def test_records_and_pictures(whole, tmp_path):
+def test_the_records_of_a_run(whole):
     out, said = whole
     assert "agree to " in said.out and "state left out: LonghornTwoWays keeps none" in said.out
     result, last = record(out), events(out, "eval")[12]
-    assert list(events(out, "eval")) == [5, 10, 12] and (out / "wrong.png").stat().st_size > 5000
+    assert list(events(out, "eval")) == [5, 10, 12]
     assert {"val_accuracy", "ema_accuracy", "ema_loss"} <= last.keys() and result["val_images"] == 450
     data = images.ImageData(config_of(), torch.device("cpu"))
     assert [len(s.labels) for s in (data.train, data.val)] == [1347, 450] and data.steps_per_epoch == 21
@@ -403,20 +397,17 @@ def test_records_and_pictures(whole, tmp_path):
     assert result["val_accuracy"] != result["ema_accuracy"]
     Evaluate(small(), data)(vision.train())
     assert vision.training
-    assert draw(tmp_path, data.val, data.classes, data.val.labels).exists()  # nothing wrong
 
 
 def test_fine_tuning_begins_with_the_old_weights_and_an_average_of_them(whole, tmp_path):
-    with mock.patch("experiments.vision.wrong_images.draw"):
-        succeed(arguments(tmp_path / "run", ema=0.9, max_iters=1, learning_rate=1e-30, self_check="off",
-                          init_from=whole[0]))
+    succeed(arguments(tmp_path / "run", ema=0.9, max_iters=1, learning_rate=1e-30, self_check="off",
+                      init_from=whole[0]))
     before, after = record(whole[0]), record(tmp_path / "run")
     assert after["val_loss"] == before["val_loss"] == pytest.approx(after["ema_loss"], rel=1e-6) != before["ema_loss"]
 
 
 def test_a_run_is_as_long_as_its_epochs(tmp_path):
-    with mock.patch("experiments.vision.wrong_images.draw"):
-        succeed(arguments(tmp_path / "run", n_layer=1, batch_images=600, epochs=2, max_iters=0, self_check="off"))
+    succeed(arguments(tmp_path / "run", n_layer=1, batch_images=600, epochs=2, max_iters=0, self_check="off"))
     derived = record(tmp_path / "run", "config")["derived"]
     assert record(tmp_path / "run")["steps"] == 4 and (derived["steps_per_epoch"], derived["epochs"]) == (2, 2)
 
@@ -428,8 +419,7 @@ def test_killed_and_resumed_bit_for_bit(whole, tmp_path, launch):
     assert process.held() and (parts / "checkpoint.safetensors").exists()
     process.send(signal.SIGKILL)
     assert process.end() == [-signal.SIGKILL] and not (parts / "result.json").exists()
-    with mock.patch("experiments.vision.wrong_images.draw"):
-        succeed([*argv, "--resume=auto"])
+    succeed([*argv, "--resume=auto"])
     assert log_lines(parts) == log_lines(out)
     a, b = (checkpoint.load(folder / "checkpoint.safetensors")[0] for folder in (parts, out))
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
@@ -440,7 +430,7 @@ def test_two_processes_train_as_one_does(tmp_path, launch):
     argv = lambda out, size: arguments(tmp_path / out, batch_images=63, micro_batch_size=size, n_layer=1, max_iters=6,
                                        ema=0.5, eval_interval=6, self_check="off")  # 32 and 31
     process = launch(argv("two", 63), 2, main=classify)
-    succeed(argv("one", 20), draw_loss=no_picture)
+    succeed(argv("one", 20))
     assert process.end() == [0, 0], process.said()
     one, two = ([e["train_loss"] for e in events(tmp_path / name).values()] for name in ("one", "two"))
     assert two == pytest.approx(one, rel=2e-4)
@@ -449,30 +439,39 @@ def test_two_processes_train_as_one_does(tmp_path, launch):
         assert two[key] == pytest.approx(one[key], rel=2e-4) != one["ema_loss" if key == "val_loss" else "val_loss"]
 
 
-def test_sweep_and_its_report(tmp_path):
+def test_a_sweep_and_its_report(tmp_path):
     short = [f"--{k}={v}" for k, v in {**SMALL, "self_check": "off", "max_iters": 2}.items() if k != "n_layer"]
     cells = sweep_of_images.cells_of("digits", (1, 2), short)
     assert len({c.name for c in cells}) == len(cells) == 18
-    sweep_of_images.runner.write_plan(tmp_path, cells)
-    no_git = mock.patch("runtime.records.code_version", lambda: {"commit": None, "uncommitted_changes": None})
-    with mock.patch("experiments.vision.wrong_images.draw"), no_git:
+    sweep_of_images.runner.write_plan(tmp_path, cells, speed={"ViL, separate, 4 layers": 735})
+    with mock.patch("runtime.records.code_version", lambda: {"commit": None, "uncommitted_changes": None}):
         for c in (cells[5], cells[4]):  # ViL's second seed, ViT's first
             succeed([*c.argv, f"--out_dir={tmp_path / c.name}"])
     assert sweep_of_images.main(["report", str(tmp_path)]) == 0
     text = re.sub(" +", " ", (tmp_path / "report.md").read_text())
     accuracy = 100 * record(tmp_path / cells[5].name)["val_accuracy"]
     row = next(line for line in text.splitlines() if line.startswith("| ViL, separate, 4 layers |"))
-    assert row.endswith(f"| {accuracy:.1f} | - |") and "the paper's figures" in text and "76.4" in text
-    assert text.count(": not run") == 16 and (tmp_path / "report.png").exists()
+    assert row.endswith(f"| {accuracy:.1f} | nan | {accuracy:.1f} | 735 |") and "| ViL-Tiny | 7M | 76.4 |" in text
+    assert "2 of 18 runs" in text and text.count(": not run") == 16 and (tmp_path / "report.png").exists()
+    other = next(tmp_path.glob("vil_separate_4layers_seed2")) / "result.json"
+    other.write_text(other.read_text().replace('"val_accuracy": 0.', '"val_accuracy": 1.'))
+    assert "accuracy is 1." in records.read(tmp_path).left_out[5]
+
+
+def test_images_per_second_are_those_of_a_micro_batch(monkeypatch):
+    cells = sweep_of_images.cells_of("digits", (1,), ["--n_embd=16", "--micro_batch_size=6"])[:2]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(time, "process_time", itertools.count(0, 0.5).__next__)  # half a second for each
+    assert sweep_of_images.speed(cells) == {"ViL, separate, 4 layers": 12, "ViL, shared, 4 layers": 12}
 
 
 def test_the_record_in_results_gives_what_its_page_says():
     """Each mean and spread by hand, and two of them as results/README.md has them."""
     kept, said = Path(images.__file__).parents[1] / "results/vision_digits.json", {}
-    runs = json.loads(kept.read_text())["runs"]
+    cells = json.loads(kept.read_text())["cells"].values()
     for row in report.summarise(records.read(kept)):
-        at = [row[key] for key in ("model", "directions", "n_layer")]
-        shares = [100 * r["val_accuracy"] for r in runs if [r["model"], r["directions"], r["n_layer"]] == at]
+        shares = [100 * c["result"]["val_accuracy"] for c in cells
+                  if all(c["at"][key] == row[key] for key in ("model", "directions", "n_layer"))]
         assert len(shares) == 3 and row["mean"] == pytest.approx(np.mean(shares))
         assert row["spread"] == pytest.approx(np.std(shares, ddof=1))
         said[row["name"]] = f"{row['mean']:.1f} ({row['spread']:.1f})"

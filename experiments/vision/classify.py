@@ -34,7 +34,6 @@ import configurator  # noqa: E402
 import train  # noqa: E402
 from common.errors import ConfigError  # noqa: E402
 from data.images import ImageData  # noqa: E402
-from experiments.vision import wrong_images  # noqa: E402
 from initialisation import constant, dense, draw, linear, normal, parameter, to_residual  # noqa: E402
 from inspection import counting  # noqa: E402
 from kernels.ops import rms_norm  # noqa: E402
@@ -300,33 +299,30 @@ class Evaluate:
     """Accuracy and loss on all validation images, split over processes; with ema also for the average."""
 
     def __init__(self, config, data):
-        self.config, self.data, self.predicted = config, data, None
+        self.config, self.data = config, data
 
     def __call__(self, model, final=False):
         """{"val_loss": nats per image, "val_accuracy", "val_images"}, and "ema_loss", "ema_accuracy"."""
-        labels = self.data.val.labels
-        losses, self.predicted = self.answers(model)
-        metrics = {"val_loss": losses.mean().item(), "val_accuracy": float((self.predicted == labels).mean()),
-                   "val_images": len(labels)}
+        loss, accuracy = self.outcome(model)
+        metrics = {"val_loss": loss, "val_accuracy": accuracy, "val_images": len(self.data.val.labels)}
         if model.average is not None:
-            losses, predicted = self.answers(model.average.module)
-            metrics |= {"ema_loss": losses.mean().item(), "ema_accuracy": float((predicted == labels).mean())}
+            metrics["ema_loss"], metrics["ema_accuracy"] = self.outcome(model.average.module)
         return metrics
 
     @torch.no_grad()
-    def answers(self, model):
-        """(n,) losses in nats and (n,) predicted classes of the validation images, on every process."""
+    def outcome(self, model):
+        """The mean loss in nats and the share of right answers over the validation images, on every process."""
+        n, world = len(self.data.val.labels), distributed.world_size()
+        answers = torch.zeros(2, n, dtype=torch.float64)  # losses, and 1.0 for right answers; each process has some
         model.eval()
-        size, rank, world = self.config.micro_batch_size, distributed.rank(), distributed.world_size()
-        answers = torch.zeros(2, len(self.data.val.labels), dtype=torch.float64)
-        for rows, x, y in self.data.eval_batches(np.arange(rank, answers.shape[1], world), size):
+        for rows, x, y in self.data.eval_batches(np.arange(distributed.rank(), n, world), self.config.micro_batch_size):
             with distributed.autocast(self.config, x.device):
                 logits, _ = model(x)
             answers[0, rows] = F.cross_entropy(logits.float(), y, reduction="none").double().cpu()
-            answers[1, rows] = logits.argmax(-1).double().cpu()
+            answers[1, rows] = (logits.argmax(-1) == y).double().cpu()
         model.train()
-        losses, predicted = distributed.sum_over_ranks(answers, self.data.device).cpu().numpy()
-        return losses, predicted.astype(np.int64)
+        losses, right = distributed.sum_over_ranks(answers, self.data.device).cpu().numpy()
+        return losses.mean().item(), right.mean().item()
 
 
 # -------------------------------------------------------------------------------------------------------------- set-up
@@ -376,13 +372,7 @@ def main(config):
     train.load_weights(model, config, data)
     if config.ema:
         model.keep_average()
-    evaluate = Evaluate(config, data)
-    metrics = train.train(config, model, data, evaluate)
-    if metrics and distributed.rank() == 0 and evaluate.predicted is not None:
-        try:
-            wrong_images.draw(config.out_dir, data.val, data.classes, evaluate.predicted)
-        except Exception as error:  # a failed plot must not fail the run
-            print(f"no wrong.png: {error}", flush=True)
+    train.train(config, model, data, Evaluate(config, data))
 
 
 if __name__ == "__main__":
