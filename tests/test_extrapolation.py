@@ -4,9 +4,7 @@ Most of it runs on tiny models and on a planted one, whose logits depend on a co
 position is known beforehand, so that a sequence that began with another's state would show.
 """
 
-import contextlib
 import dataclasses
-import io
 import itertools
 import json
 import math
@@ -21,6 +19,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from helpers import write_folder
+from scipy import stats
 
 import configurator
 import families  # noqa: F401
@@ -201,6 +200,12 @@ def test_a_cache_has_no_norm_and_a_norm_that_is_lost_is_seen():
 # ----------------------------------------------------------------------------------------- checkpoints, records, report
 
 @pytest.fixture
+def undrawn(monkeypatch):
+    """No figure is rendered, which takes a second."""
+    monkeypatch.setattr(pages, "save_figure", lambda figure, path, **how: path.touch())
+
+
+@pytest.fixture
 def corpus(tmp_path):
     documents = [{"name": "a", "start": 0, "tokens": 300}, {"name": "b", "start": 300, "tokens": 40},
                  {"name": "c", "start": 340, "tokens": 360}]
@@ -219,29 +224,23 @@ def save_run(folder, family, corpus):
     return folder
 
 
-def test_from_training_to_the_picture_and_again_from_the_record(corpus, tmp_path, monkeypatch, capsys):
+def test_a_preset_is_trained_read_and_reported(corpus, tmp_path, monkeypatch, capsys):
     asked, out = {}, tmp_path / "new" / "out.json"
 
     def run_cells(cells, folder, engine):
         asked.update(cells=cells, jobs=engine.jobs)
-        for cell in cells:
-            if cell.name in ("longhorn", "llama"):
-                save_run(Path(folder) / cell.name, cell.name, corpus)
+        for name in ("longhorn", "llama"):
+            save_run(Path(folder) / name, name, corpus)
         return {c.name: "it diverged" for c in cells if c.name not in ("longhorn", "llama")}
 
     monkeypatch.setattr(ex.runner, "run_cells", run_cells)
     monkeypatch.setattr(pystdlib, "prepare", lambda out, documents: asked.update(prepared=documents))
     monkeypatch.setattr(ex, "ROOT", tmp_path)
     monkeypatch.setitem(ex.PRESETS["laptop"], "lengths", [16, 64, 256])
-    with monkeypatch.context() as m:
-        m.setattr(pages, "save_figure", lambda figure, path, **how: path.touch())  # the next one is enough
-        ex.main(["--checkpoint", str(save_run(tmp_path / "longhorn", "longhorn", corpus)), f"--out={out}"])
-    assert [x["length"] for x in records.read(out).lengths[0]] == [16, 32, 64, 128, 256]  # the default
-    argv = ["run", "--preset=laptop", "--chunk=32", f"--out={out}"]
-    assert ex.main(argv) == 1  # some were not trained, and the exit code says so
+    assert ex.main(["run", "--preset=laptop", "--chunk=32", f"--out={out}"]) == 1  # some were not trained
     assert asked == {"prepared": "package", "jobs": 2, "cells": ex.plan("laptop")}
     assert "FAILED mamba: it diverged" in capsys.readouterr().out
-    longhorn, llama, limited = json.loads(out.read_text())["extrapolation"]  # in the place of the one before, and more
+    longhorn, llama, limited = json.loads(out.read_text())["extrapolation"]
     assert [r["run"] for r in (longhorn, llama, limited)] == ["longhorn", "llama", "llama, last 16 tokens"]
     assert [x["length"] for x in longhorn["lengths"]] == [16, 64, 256]
     assert longhorn["text"] == llama["text"] and llama["text"]["starts"] == [0, 340]
@@ -254,58 +253,99 @@ def test_from_training_to_the_picture_and_again_from_the_record(corpus, tmp_path
     assert llama["lengths"][-1]["losses_of_longest_sequences"] == pytest.approx(want, rel=1e-5)
     assert llama["state_norms"] == {} and longhorn["state_norms"]["0 Longhorn"]["positions"] == [16, 32, 64, 128, 256]
     text = re.sub(" +", " ", out.with_suffix(".md").read_text())
-    assert "| llama | 16 |" in text and "T = 256" in text and "code abc" in text
     assert "2 sequences of 256 tokens of corpus, within documents" in text and "NOT all" not in text
     assert out.with_suffix(".png").stat().st_size > 10_000
     runs = records.read(out)
-    assert runs.run.tolist() == [r["run"] for r in (longhorn, llama, limited)] and set(runs.block_size) == {16}
+    assert set(runs.block_size) == {16}
     assert runs.loss_256.tolist() == [r["lengths"][-1]["loss"] for r in (longhorn, llama, limited)]
-    (out.with_suffix("") / "x").mkdir(parents=True)  # the folder of the training runs beside it
-    plan = {"cells": {r: {"run": r, "argv": []} for r in runs.run}}
-    (out.with_suffix("") / "plan.json").write_text(json.dumps(plan))
-    assert records.read(out.with_suffix("")).drop(columns=["environment"]).astype(str).equals(
-        runs.drop(columns=["environment"]).astype(str))
+    folder = out.with_suffix("")  # of the training runs: the evaluations are in the file beside it
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps({"cells": {r: {"run": r, "argv": []} for r in runs.run}}))
+    assert records.read(folder).loss_256.tolist() == runs.loss_256.tolist()
 
-    shutil.rmtree(tmp_path / "longhorn")  # trained again in the same folder, as another family
+
+def test_a_run_read_again_takes_the_place_of_its_records(corpus, tmp_path, undrawn):
+    """Trained again in the same folder, as another family; lengths are 1 to 16 times the training length."""
+    out = tmp_path / "again.json"
     for family, names in (("llama", ["llama", "llama, last 16 tokens"]), ("longhorn", ["llama"])):
         folder = save_run(tmp_path / "again/llama", family, corpus)
-        ex.main(["--checkpoint", str(folder), f"--out={tmp_path / 'again.json'}"])
-        assert records.read(tmp_path / "again.json").run.tolist() == names
+        ex.main(["--checkpoint", str(folder), f"--out={out}"])
+        runs = records.read(out)
+        assert runs.run.tolist() == names and [x["length"] for x in runs.lengths[0]] == [16, 32, 64, 128, 256]
         shutil.rmtree(folder)
+    ex.main(["--checkpoint", str(save_run(tmp_path / "other", "gla", corpus)), "--lengths=64,16", f"--out={out}"])
+    runs = records.read(out)
+    assert runs.run.tolist() == ["llama", "other"] and [x["length"] for x in runs.lengths[1]] == [16, 64]
 
-    llama["lengths"][-1] = {"length": 256, "left_out": "no memory"}
+
+def page_of(path, kept):
+    path.write_text(json.dumps({"extrapolation": kept}))
+    ex.main(["report", str(path)])
+    return re.sub(" +", " ", path.with_suffix(".md").read_text())
+
+
+def kept_in_results(name):
+    return json.loads((ROOT / f"results/extrapolation_{name}.json").read_text())["extrapolation"]
+
+
+def test_each_kind_of_number_of_a_page_is_that_of_its_record(tmp_path, undrawn):
+    """By hand: means and standard errors over three seeds, or over sequences where there is one; MiB; Welch."""
+    page = page_of(tmp_path / "steps.json", kept_in_results("steps"))
+    at, cells = {}, []
+    for run in kept_in_results("steps"):
+        at.setdefault(run["run"].partition(", seed")[0], []).append({x["length"]: x for x in run["lengths"]})
+    for T in (256, 16384):
+        losses = [seed[T]["loss"] for seed in at["deltanet"]]
+        cells.append(f"{math.exp(np.mean(losses)):.3f}, loss {np.mean(losses):.3f} \u00b1 {stats.sem(losses):.3f}")
+    changes = [seed[16384]["difference"] for seed in at["deltanet"]]
+    assert f"| deltanet | 256 | {cells[0]} |" in page
+    assert f"{cells[1]} ({np.mean(changes):+.3f} \u00b1 {stats.sem(changes):.3f}) |\n" in page
+    a, b = ([seed[256]["loss"] for seed in at[name]] for name in ("deltanet@step=implicit", "deltanet"))
+    interval = stats.ttest_ind(a, b, equal_var=False).confidence_interval()
+    difference = f"{np.mean(a) - np.mean(b):+.3f} ({interval.low:+.3f} .. {interval.high:+.3f})"
+    assert f"| deltanet@step=implicit minus deltanet | {difference} |" in page
+    run = kept_in_results("laptop")[0]
+    page, last = page_of(tmp_path / "laptop.json", kept_in_results("laptop")), run["lengths"][-1]
+    change = f"({last['difference']:+.3f} \u00b1 {last['difference_standard_error']:.3f})"
+    assert f"{math.exp(last['loss']):.3f} {change} |\n| mamba " in page
+    loud = max(branch["rms"][-1] for branch in run["state_norms"].values())
+    costs = next(line for line in page.splitlines() if line.startswith("| longhorn | 16384 |"))
+    assert (f" {last['state_bytes_per_sequence'] / 1048576:.3f} | {last['peak_bytes'] / 1048576:.0f} | "
+            f"{last['tokens_per_second']:,.0f} | ") in costs and costs.endswith(f" {loud:.3g} |")
+
+
+def test_a_page_says_what_is_missing_or_not_comparable(tmp_path):
+    longhorn, _, llama, *_ = kept_in_results("laptop")
+    llama["lengths"][-1] = {"length": 16384, "left_out": "no memory"}
     llama["lengths"][1] |= {"loss": None, "perplexity": None, "difference": None}
     llama["text"]["sha256"] = "other"
-    out = tmp_path / "edited.json"
-    out.write_text(json.dumps({"extrapolation": [longhorn, llama]}))
-    ex.main(["report", str(out)])
-    text = out.with_suffix(".md").read_text()
-    assert "Left out: llama at 256: no memory." in text and "nan (+nan" in text and "NOT all curves" in text
-    assert out.with_suffix(".png").exists()
-    llama["lengths"] = [{**x, "loss": None, "loss_standard_error": None} for x in limited["lengths"]]  # it diverged
-    out.write_text(json.dumps({"extrapolation": [llama]}))
-    ex.main(["report", str(out)])
-    assert "| nan" in out.with_suffix(".md").read_text()
+    llama |= {"device": "NVIDIA H100", "dtype": "float16", "date": "2026-12-01T00:00:00"}
+    page = page_of(tmp_path / "edited.json", [longhorn, llama])
+    assert "Left out: llama at 16384: no memory." in page and "nan (+nan" in page and "NOT all curves" in page
+    assert all(f" and {new}" in page for new in ("NVIDIA H100, ", "float16, ", "2026-12-01, "))
+    assert (tmp_path / "edited.png").exists()
+    for x in longhorn["lengths"]:
+        x |= {"loss": None, "loss_standard_error": None}  # it diverged
+    assert "| nan" in page_of(tmp_path / "edited.json", [longhorn | {"state_norms": {}}])
 
 
-def test_what_a_user_can_get_wrong_is_one_line(corpus, tmp_path):
-    run, twin = (str(save_run(tmp_path / name, "longhorn", corpus)) for name in ("run", "more/run"))
-    out = f"--out={tmp_path / 'records.json'}"
-    for argv, words in [
-        (["--lengths=16,1024"], "1024 is longer than"), (["--lengths=16,24,64"], "24 does not divide"),
-        (["--lengths=4,x"], "numbers are expected"), (["--lengths=0,16"], "above 0"),
-        (["--chunk=0"], "--chunk=0: must be at least 1"), (["--eval_tokens=3"], "--eval_tokens=3 is less"),
-        (["--speed=1"], "--speed"), (["--dataset=no"], "no dataset folder"), (["--out=folder"], "name a .json file"),
-        (["--checkpoint", run, twin], "have one name"), (["--checkpoint", str(tmp_path / "no")], "no checkpoint"),
-        (["run", "--preset=phone"], "phone"), (["report", str(tmp_path)], "holds no sweep"),
-        ([], "required")]:
-        said = io.StringIO()
-        with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(said):
-            with errors.main_error("extrapolation", checkpoint.CheckpointError, prepared.DataError, OSError):
-                reads = argv and argv[0].startswith("--")
-                ex.main(["--checkpoint", run, out, *argv] if reads else argv)
-        last = said.getvalue().splitlines()[-1]
-        assert end.value.code == 2 and words in last and len(last) < 400, (argv, last)
+@pytest.mark.parametrize("argv, word", [
+    ("--lengths=16,1024", "1024 is longer"), ("--lengths=16,24,64", "24 does not divide"),
+    ("--lengths=4,x", "numbers are expected"), ("--lengths=0,16", "above 0"), ("--chunk=0", "--chunk=0"),
+    ("--eval_tokens=3", "--eval_tokens=3"), ("--speed=1", "--speed"), ("--dataset=no", "no dataset folder"),
+    ("--out=folder", ".json"), ("--checkpoint run more/run", "one name"), ("--checkpoint no", "no checkpoint"),
+    ("run --preset=phone", "phone"), ("report .", "holds no sweep"), ("", "required")])
+def test_a_mistake_is_one_line(corpus, tmp_path, monkeypatch, capsys, argv, word):
+    monkeypatch.chdir(tmp_path)
+    for name in ("run", "more/run"):
+        save_run(tmp_path / name, "longhorn", corpus)
+    argv = argv.split()
+    if argv and argv[0].startswith("--"):
+        argv = ["--checkpoint", "run", "--out=records.json", *argv]
+    with pytest.raises(SystemExit) as end:
+        with errors.main_error("extrapolation", checkpoint.CheckpointError, prepared.DataError, OSError):
+            ex.main(argv)
+    assert end.value.code == 2 and word in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "records.json").exists()
 
 
@@ -338,22 +378,6 @@ def test_other_steps_families_and_patterns_take_part():
     assert hybrid.name == "longhorn_swa_seed_7" and hybrid.at == {"run": "longhorn,swa, seed 7"}
     with pytest.raises(ConfigError, match="config/nothing_laptop.py does not exist"):
         ex.plan("laptop", ["nothing"])
-
-
-@pytest.mark.parametrize("name", ["laptop", "steps", "hybrids"])
-def test_the_pages_are_those_of_their_records(name, tmp_path, monkeypatch):
-    """One seed of many runs; three seeds each, with intervals; hybrids."""
-    monkeypatch.setattr(pages, "save_figure", lambda figure, path, **how: path.touch())
-    kept = ROOT / "results" / f"extrapolation_{name}.json"
-    copy = shutil.copy(kept, tmp_path)
-    ex.main(["report", str(copy)])
-    assert Path(copy).with_suffix(".md").read_text() == kept.with_suffix(".md").read_text()
-    record = json.loads(kept.read_text())  # a further run, on another machine, is no secret
-    record["extrapolation"][-1] |= {"device": "NVIDIA H100", "dtype": "float16", "date": "2026-12-01T00:00:00"}
-    Path(copy).write_text(json.dumps(record))
-    ex.main(["report", str(copy)])
-    said = Path(copy).with_suffix(".md").read_text()
-    assert all(f" and {new}" in said for new in ("NVIDIA H100, ", "float16, ", "2026-12-01, "))
 
 
 @pytest.mark.parametrize("preset", ["laptop", "gpu"])
