@@ -34,21 +34,10 @@ def main_error(prog, *errors):
     try:
         yield
     except Exception as error:
-        words = " ".join(str(error).split())
         if isinstance(error, BrokenPipeError) and _reader_has_gone("\n"):
             raise SystemExit(130) from None
-        elif isinstance(error, OSError) and error.filename is not None:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            line = f"{error.filename}: {error.strerror}: " + (
-                "make room, and run the command again" if full else "check this path, and who may read and write it")
-        elif is_out_of_memory(error):
-            line = f"out of memory ({words[:200]}): choose smaller sizes"
-        elif isinstance(error, OverflowError) or isinstance(error, RuntimeError) and "overflow" in words.lower():
-            line = f"a number is too large ({words[:200]}): choose a smaller one"
-        elif isinstance(error, (ConfigError, *errors)) or words.startswith("Symlink loop from") or (
-                isinstance(error, OSError) and not isinstance(error, ConnectionError)):
-            line = words or type(error).__name__
-        else:
+        line = _line_about(error, errors)
+        if line is None:
             raise
         with contextlib.suppress(OSError):  # stderr on a full disk: the exit code still tells
             print(f"{prog}: error: {line}", file=sys.stderr)
@@ -59,6 +48,23 @@ def main_error(prog, *errors):
             print(end="", file=sys.stderr, flush=True)
         except (OSError, ValueError):  # a full disk: flushing at exit would fail again, with exit code 120
             _discard(sys.stderr)
+
+
+def _line_about(error, errors):
+    """What is wrong, for an error that the user can fix, as those of `errors`; None for others."""
+    words = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.filename is not None:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        way_out = "make room, and run the command again" if full else "check this path, and who may read and write it"
+        return f"{error.filename}: {error.strerror}: {way_out}"
+    if is_out_of_memory(error):
+        return f"out of memory ({words[:200]}): choose smaller sizes"
+    if isinstance(error, OverflowError) or isinstance(error, RuntimeError) and "overflow" in words.lower():
+        return f"a number is too large ({words[:200]}): choose a smaller one"
+    of_system = isinstance(error, OSError) and not isinstance(error, ConnectionError)
+    if of_system or isinstance(error, (ConfigError, *errors)) or words.startswith("Symlink loop from"):
+        return words or type(error).__name__
+    return None
 
 
 def is_out_of_memory(error):

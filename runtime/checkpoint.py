@@ -155,23 +155,28 @@ def checksum(path):
 
 def _earlier(folder):
     """[(step, path)] of the checkpoints before the newest, latest first."""
-    paths = {path.stem.removeprefix("checkpoint-"): path for path in Path(folder).glob("checkpoint-*.safetensors")}
-    return sorted(((int(step), path) for step, path in paths.items() if step.isdecimal()), reverse=True)
+    found = []
+    for path in Path(folder).glob("checkpoint-*.safetensors"):
+        step = path.stem.removeprefix("checkpoint-")
+        if step.isdecimal():
+            found.append((int(step), path))
+    return sorted(found, reverse=True)
 
 
 def steps(folder):
     """{step: path} of all checkpoints in a run's folder, except the best. They may be damaged: `load` checks that."""
-    paths = {step: path for step, path in _earlier(folder)}
+    paths, newest = dict(_earlier(folder)), Path(folder) / NEWEST
     with contextlib.suppress(CheckpointError, ValueError, LookupError, TypeError):
-        paths[json.loads(_in_header(Path(folder) / NEWEST, "meta"))["step"] + 0] = Path(folder) / NEWEST
+        paths[json.loads(_in_header(newest, "meta"))["step"] + 0] = newest
     return paths
 
 
 def candidates(folder):
     """The checkpoints that a run can resume from, in order: the newest, the earlier ones, the one with lowest loss."""
-    if (Path(folder) / MOVING).exists():  # move_aside was killed: the files left are not a run
+    folder = Path(folder)
+    if (folder / MOVING).exists():  # move_aside was killed: the files left are not a run
         return []
-    paths = [Path(folder) / NEWEST, *(path for _, path in _earlier(folder)), Path(folder) / BEST]
+    paths = [folder / NEWEST, *dict(_earlier(folder)).values(), folder / BEST]
     return [path for path in paths if path.exists()]
 
 
@@ -224,10 +229,11 @@ class CheckpointManager:
 
     def on_resume(self, path, meta):
         """Continue from the checkpoint `path`: finish what a kill right after its write interrupted."""
-        self.newest_step, self.best = meta["step"] if path.name == NEWEST else None, meta.get("best")
+        self.best = meta["best"]
         if self.best and self.best[1] == meta["step"] and path.name != BEST:
             _link(path, self.folder / BEST)
-        if self.newest_step is not None:
+        if path.name == NEWEST:
+            self.newest_step = meta["step"]
             self._delete_old(self.newest_step)
 
     def _delete_old(self, newest_step):
@@ -243,16 +249,16 @@ class CheckpointManager:
         Raises TypeError for values that cannot be stored, OSError if the disk refuses; earlier checkpoints stay.
         """
         tensors, skeleton = flatten(state)
-        is_best = loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best[0])
-        meta = {**meta, "skeleton": skeleton, "best": [loss, meta["step"]] if is_best else self.best}
         newest, step = self.folder / NEWEST, meta["step"]
+        is_best = loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best[0])
+        best = [loss, step] if is_best else self.best
         if self.newest_step is not None and newest.exists():
             _link(newest, self.folder / f"checkpoint-{self.newest_step}.safetensors")
-        save(newest, tensors, meta, values=values)
+        save(newest, tensors, {**meta, "skeleton": skeleton, "best": best}, values=values)
         self.newest_step = step
         if is_best:
             _link(newest, self.folder / BEST)
-        self.best = meta["best"]
+        self.best = best
         self._delete_old(step)
 
 
@@ -323,12 +329,17 @@ def fitting(path):
 def misfit(weights, model):
     """A line about the first tensor of a state_dict that does not fit the model; None if all fit. What get_extra_state
     returns may be anything, and of any shape."""
-    expected, extra = model.state_dict(), "_extra_state"
-    shape = lambda sd, name: "missing" if name not in sd else "" if extra in name else str(tuple(sd[name].shape))
+    expected = model.state_dict()
     for name in {**expected, **weights}:
-        saved, wanted = shape(weights, name), shape(expected, name)
+        saved, wanted = _shape(weights, name), _shape(expected, name)
         if saved != wanted:
             return f"{name} is {saved} in the checkpoint, {wanted} in the model"
+
+
+def _shape(state, name):
+    if name not in state:
+        return "missing"
+    return "any" if "_extra_state" in name else str(tuple(state[name].shape))
 
 
 def rng_state():

@@ -21,7 +21,7 @@ from helpers import left_behind, refused, run_program
 from common import files
 from common.files import lock_folder
 from runtime import loss_curve, records, telemetry
-from runtime.folder import Found, Progress
+from runtime.folder import Folder, Found, Progress
 from runtime.records import BadRecord, Log, code_version, environment, read_json, read_log, write_json
 from train import TrainConfig
 
@@ -238,3 +238,13 @@ def test_the_numbers_of_a_resumed_run_and_their_units(tmp_path, monkeypatch):
              "flops": 126000, "processes": 1, "best_val_loss": 2.5, "val_loss": 3.0, "code": "b", "seed": 9,
              "commit": "c0", "dtype": "bfloat16", "device_name": "cpu"}
     assert result.items() >= about.items() and 0.5 * peak < result["memory_bytes"] <= peak
+
+
+@pytest.mark.parametrize("resume, minutes, seconds", [
+    ("auto", 2, 60), ("auto", 9.5, 285), ("auto", 10.5, 300), ("never", 2, 0)])
+def test_a_run_waits_for_the_one_that_may_still_save_what_it_resumes(tmp_path, monkeypatch, resume, minutes, seconds):
+    """Half of timeout_minutes, at most five minutes."""
+    lock = mock.Mock()
+    monkeypatch.setattr(files, "lock_folder", lock)
+    with Folder(TrainConfig(out_dir=str(tmp_path), resume=resume, timeout_minutes=minutes), None, None):
+        lock.assert_called_once_with(tmp_path, seconds)
