@@ -263,9 +263,9 @@ def tokenizer_files(meta, vocab=None, most=None):
     elif most is None or text.n_vocab < most or text.kind == "bytes":
         padding, settings["pad_token"] = text.n_vocab, "<|pad|>"
         if padding == most:
-            padding = 255
+            padding = most - 1
             ids = tokenizer_json["model"]["vocab"]
-            tokenizer_json["model"]["vocab"] = {token if i < 255 else "<|pad|>": i for token, i in ids.items()}
+            tokenizer_json["model"]["vocab"] = {token if i < padding else "<|pad|>": i for token, i in ids.items()}
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         tokenizer_json["added_tokens"].append({"id": padding, "content": "<|pad|>", **flags, "special": True})
     texts = json.dumps(tokenizer_json, ensure_ascii=False), json.dumps(settings, indent=1)

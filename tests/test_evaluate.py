@@ -292,7 +292,7 @@ def test_the_questions_have_one_right_answer(library):
             assert any(q["context"] + right in text for text in files) and len(set(q["choices"])) == 4
             if name == "pystdlib_identifier":
                 assert set(q["choices"]) & set(re.findall(r"\w+", q["context"])) == {right}
-                assert len(q["context"]) <= 600
+                assert len(q["context"]) <= 600 and all(abs(len(c) - len(right)) <= 2 for c in q["choices"])
             else:
                 assert {len(c) for c in q["choices"]} == {60} and q["context"].endswith("\n")
                 assert len(q["context"]) == 400
@@ -328,6 +328,7 @@ def test_table_2_stands_beside_the_papers():
     papers = {"LLaMA": "53.03", "GLA": "51.07", "Mamba": "52.25", "Longhorn": "52.35"}  # its last column
     assert {name: cells[f"{name} (paper)"][-1] for name in papers} == papers
     assert "swapped" in "".join(lines)
+    assert tasks.named(" paper, mine", "no folder") == [*tasks.PAPER, "mine"]
 
 
 def test_a_log_line_has_the_mean_perplexity_of_the_tasks_that_have_one():
