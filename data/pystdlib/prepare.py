@@ -360,21 +360,19 @@ def main():
 def say(tokens, new):
     """Print what a finished folder holds."""
     meta = tokens.meta
-    recipe, splits = meta["recipe"], meta["splits"]
-    if recipe["roots"] and recipe["files_skipped"]:
-        print(f"left out: {recipe['files_skipped']:,} files and links that are unreadable, empty, binary, have the "
-              "same content as another, or lead out of their folder")
+    recipe = meta["recipe"]
     source = recipe["source"]
     if recipe["roots"]:
-        source += f" and {len(recipe['roots'])} more folder{'s' if len(recipe['roots']) > 1 else ''}"
+        source += f" and of {', '.join(recipe['roots'])}"
+        print(f"left out: {recipe['files_skipped']:,} files and links that are unreadable, empty, binary, have the "
+              "same content as another, or lead out of their folder")
     unit = "bytes" if meta["tokenizer"] == "bytes" else f"tokens ({meta['tokenizer']})"
     done = "" if new else " (already prepared; --force prepares again)"
-    print(f"{tokens.folder}: {recipe['files']:,} files of the {source}: {splits['train']['tokens']:,} {unit} to train "
-          f"on, {splits['val']['tokens']:,} held out{done}")
+    print(f"{tokens.folder}: {recipe['files']:,} files of the {source}: {len(tokens.train):,} {unit} to train on, "
+          f"{len(tokens.val):,} held out{done}")
     if "documents" in meta:
-        held = splits["val"]["documents"]
-        print(f"{splits['train']['documents']['count']:,} documents to train on, {held['count']} held out, of "
-              f"{held['shortest']:,} to {held['longest']:,} bytes")
+        held = meta["splits"]["val"]["documents"]
+        print(f"{held['count']} documents are held out, of {held['shortest']:,} to {held['longest']:,} bytes")
     xz = meta["xz9_bits_per_byte"]
     print(f"xz -9 needs {xz:.3f} bits per held-out byte" if xz else "xz: this Python was built without lzma")
 
