@@ -226,17 +226,6 @@ def test_a_folder_that_a_model_cannot_use_is_refused(tmp_path):
     rejected(lambda: token_data(folder).rank_slice(0, 5), "12 windows", "5 processes", "batch_tokens 240")
 
 
-def test_a_large_folder_is_read_whole_when_it_is_verified(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepared, "FULL_CHECK_TOKENS", 100)
-    path = write_folder(tmp_path) / "val.bin"
-    content = path.read_bytes()
-    path.write_bytes(content[2:] + content[:2])
-    tokens = Tokens(tmp_path)
-    rejected(tokens.verify, "val.bin is not the file")
-    path.unlink()
-    rejected(lambda: Tokens(tmp_path), "val.bin is missing")
-
-
 def documents_at(*places):
     return {"val": [{"name": "a", "start": start, "tokens": n} for start, n in places]}
 
@@ -504,18 +493,6 @@ def test_packages_are_whole_documents_in_one_split(shelf, tmp_path):
     assert (said["count"], said["shortest"], said["longest"]) == (len(sizes), sizes[0], sizes[-1])
     assert not prepare(documents="package")[1]
     assert "documents" not in prepare()[0].meta  # another recipe
-
-
-def test_packages_below_another_root_and_a_single_one(shelf, tmp_path, capsys):
-    small, packages = tmp_path / "small", {"val_fraction": 0.3, "documents": "package"}
-    write_files(small, {"short.py": "too short to be held out"})
-    rooted, _ = pystdlib.prepare(tmp_path / "c", roots=[shelf[0]], stdlib=small, **packages)
-    assert {d["name"].split("/")[0] for d in rooted.meta["documents"]["val"]} == {"1:shelf"}
-    rejected(lambda: pystdlib.prepare(tmp_path / "d", stdlib=small, **packages), "at least 701 bytes long")
-    assert capsys.readouterr().err == ""
-    write_files(small, {"long.py": "x" * 800, **{f"{i}.py": f"{i}" * 600 for i in range(10)}})  # one is long enough
-    one, _ = pystdlib.prepare(tmp_path / "e", stdlib=small, val_fraction=0.5, documents="package")
-    assert capsys.readouterr().err.startswith(f"WARNING: val.bin is a single document of {len(one.val)} tokens: raise")
 
 
 def test_the_standard_library_itself(tmp_path):

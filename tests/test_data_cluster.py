@@ -5,7 +5,6 @@ Without datatrove (requirements-cluster.txt), Slurm or Ray their tests are skipp
 
 import contextlib
 import copy
-import json
 import os
 import shutil
 import signal
@@ -17,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import tokenizers
-from helpers import LONG, VOCAB, byte_level_bpe, documents, reference, rejected, run_python, write_jsonl
+from helpers import VOCAB, byte_level_bpe, documents, reference, rejected, run_python, write_jsonl
 from pyarrow import parquet
 
 from data.prepared import SPLITS, DataError, Tokens
@@ -104,10 +103,6 @@ def test_four_tasks_at_once_and_one_killed_twice(start, tmp_path, source):
     (out / "task-00001/train.bin").write_bytes(b"")  # the disk lost it
     assert run_python(*command[1:]).returncode == 0
     check(out, source)
-    trained = run_python("train.py", f"--dataset={out}", f"--out_dir={tmp_path / 'run'}",
-                         *(f"--{key}={value}" for key, value in {**LONG, "max_iters": 3}.items()))
-    assert trained.returncode == 0, trained.stderr
-    assert 5 < json.loads((tmp_path / "run/result.json").read_text())["best_val_loss"] < 7  # ln(400) = 6
 
 
 DEADLY = """
@@ -157,15 +152,14 @@ def test_any_tokenizer_files_and_number_of_tasks(in_this_process, tmp_path, toke
     how = {"files": [tmp_path / "files"], "tokenizer": f"hf:{tmp_path}" if tokenizer == "large" else tokenizer,
            "vocab": VOCAB if tokenizer == "gpt2" else None, "val_fraction": 0.2}
     made, plain = cluster.prepare(tmp_path / "a", tasks=tasks, **how), any_tokens.prepare(tmp_path / "b", **how)
-    assert {split: made.meta["splits"][split].get("shards") is None for split in SPLITS} == dict.fromkeys(SPLITS, False)
     for split in SPLITS:
         assert np.array_equal(getattr(made, split)[:], getattr(plain, split)[:])
-        assert len(made.meta["splits"][split]["shards"]) <= min(tasks, 5)
+        of_made, of_plain = made.meta["splits"][split], plain.meta["splits"][split]
+        assert 1 <= len(of_made["shards"]) <= min(tasks, 5)
+        for key in ("tokens", "bytes", "documents", "max_token"):
+            assert of_made[key] == of_plain[key]
     assert made.train.dtype == plain.train.dtype == (np.uint32 if tokenizer == "large" else np.uint16)
-    without = lambda meta: {split: {key: value for key, value in meta["splits"][split].items()
-                                    if key not in ("shards", "sha256")} for split in SPLITS}
-    assert without(made.meta) == without(plain.meta) and made.bytes_per_token == plain.bytes_per_token
-    made.verify()
+    assert made.bytes_per_token == plain.bytes_per_token
 
 
 def test_the_split_of_the_source(in_this_process, tmp_path):
