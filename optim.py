@@ -22,17 +22,26 @@ def build_optimizers(model, config):
 
     config: optimizer ("adamw" or "muon"), learning_rate, weight_decay, beta1, beta2.
     """
-    named, matrices, optimizers = dict(model.named_parameters()), {}, []
     with_decay = set(decayed(model))
-    if config.optimizer == "muon":
-        matrices = {name: rows for name, rows in muon_matrices(model).items() if name in named}  # shared ones once
-        optimizers.append(Muon([(named[name], rows) for name, rows in matrices.items()], lr=config.learning_rate,
-                               weight_decay=config.weight_decay))
-    rest = {name: p for name, p in named.items() if name not in matrices}
-    groups = [{"params": [p for name, p in rest.items() if name in with_decay], "weight_decay": config.weight_decay},
-              {"params": [p for name, p in rest.items() if name not in with_decay], "weight_decay": 0.0}]
-    optimizers.append(AdamW([group for group in groups if group["params"]], lr=config.learning_rate,
-                            betas=(config.beta1, config.beta2), fused=True))
+    matrices = muon_matrices(model) if config.optimizer == "muon" else {}
+    for_muon, for_decay, the_rest = [], [], []
+    for name, p in model.named_parameters():  # a shared one once
+        if name in matrices:
+            for_muon.append((p, matrices[name]))
+        elif name in with_decay:
+            for_decay.append(p)
+        else:
+            the_rest.append(p)
+    optimizers = []
+    if for_muon:
+        optimizers.append(Muon(for_muon, lr=config.learning_rate, weight_decay=config.weight_decay))
+    groups = []
+    if for_decay:
+        groups.append({"params": for_decay, "weight_decay": config.weight_decay})
+    if the_rest:
+        groups.append({"params": the_rest, "weight_decay": 0.0})
+    betas = config.beta1, config.beta2
+    optimizers.append(AdamW(groups, lr=config.learning_rate, betas=betas, fused=True))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
@@ -42,8 +51,12 @@ def build_optimizers(model, config):
 def decayed(model):
     """Names of the parameters with weight decay: matrices of linear maps and the embedding."""
     named = dict(model.named_parameters())  # without what a parametrization computes
-    return [f"{name}.weight" for name, m in model.named_modules()
-            if isinstance(m, (nn.Linear, nn.Embedding)) and f"{name}.weight" in named]
+    names = []
+    for module_name, module in model.named_modules():
+        name = f"{module_name}.weight"
+        if isinstance(module, (nn.Linear, nn.Embedding)) and name in named:
+            names.append(name)
+    return names
 
 
 def set_learning_rate(optimizers, factor):
@@ -56,9 +69,13 @@ def set_learning_rate(optimizers, factor):
 def muon_matrices(model):
     """{name: rows of each part} of every linear map in the layers. A fused projection, such as in_proj for x and z, has
     several parts (initialisation.py)."""
-    return {f"{name}.mixer.{inner}.weight": getattr(module, "parts", None) or [module.out_features]
-            for name, branch in model.branches() for inner, module in branch.mixer.named_modules()
-            if isinstance(module, nn.Linear)}
+    matrices = {}
+    for branch_name, branch in model.branches():
+        for name, module in branch.mixer.named_modules():
+            if isinstance(module, nn.Linear):
+                rows = getattr(module, "parts", None) or [module.out_features]
+                matrices[f"{branch_name}.mixer.{name}.weight"] = rows
+    return matrices
 
 
 class Muon(never_compiled(torch.optim.Muon)):
@@ -71,7 +88,8 @@ class Muon(never_compiled(torch.optim.Muon)):
 
     def __init__(self, matrices, lr, weight_decay):
         self.rows = [rows for _, rows in matrices]
-        super().__init__([p for p, _ in matrices], lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        parameters = [p for p, _ in matrices]
+        super().__init__(parameters, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -84,8 +102,10 @@ class Muon(never_compiled(torch.optim.Muon)):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(p.grad)
             momentum = state["momentum_buffer"]
-            p_whole, grad, momentum_whole = map(distributed.whole, (p, p.grad, momentum))  # unchanged if not sharded
-            muon(*(list(a.split(rows)) for a in (p_whole, grad, momentum_whole)), **settings, has_complex=False)
-            if p_whole is not p:
-                p.copy_(distributed.cut_like(p_whole, p))
-                momentum.copy_(distributed.cut_like(momentum_whole, p))
+            whole = distributed.whole(p)  # p itself, if it is not sharded
+            whole_grad, whole_momentum = distributed.whole(p.grad), distributed.whole(momentum)
+            parts = [list(matrix.split(rows)) for matrix in (whole, whole_grad, whole_momentum)]
+            muon(*parts, **settings, has_complex=False)
+            if whole is not p:
+                p.copy_(distributed.cut_like(whole, p))
+                momentum.copy_(distributed.cut_like(whole_momentum, momentum))

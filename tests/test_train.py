@@ -57,6 +57,7 @@ import configurator
 import train
 from common import errors
 from data import loader, prepared, writer
+from evaluation.validation import by_document
 from experiments.vision import classify
 from inspection import counting
 from kernels import build, choose
@@ -402,8 +403,8 @@ def test_the_validation_loss_is_the_mean_over_its_tokens(data, monkeypatch):
     for size in (1, 2, 3, 4):
         with mock.patch("evaluation.validation.BATCH_TOKENS", 0):
             config.micro_batch_size = size
-            mean, nats, of = evaluate.loss(lm, tokens, evaluate.windows, by_document=True)
-            assert [mean, evaluate.loss(lm, tokens, evaluate.windows)[0]] == pytest.approx([true] * 2, rel=1e-6)
+            mean, nats, of = evaluate.loss(lm, by_document(evaluate.windows, tokens))
+            assert [mean, evaluate.loss(lm, [evaluate.windows])[0]] == pytest.approx([true] * 2, rel=1e-6)
             assert of == [96, 4] and mean == pytest.approx(np.average(nats, weights=of))
     assert lm.training
     shorter = train.Evaluate(dataclasses.replace(config, eval_block_size=16), tokens)
