@@ -66,8 +66,10 @@ def wide(a):
 
 def token_shift(x, last):
     """x (B, T, d) shifted by one token: `last` (B, d), or zeros, comes first; zeros where a document begins."""
-    first = torch.zeros_like(x[:, :1]) if last is None else last[:, None].to(x.dtype)
-    before, packed = torch.cat([first, x[:, :-1]], 1), documents_of(x) if last is None else None  # (B, T, d)
+    if last is not None:
+        return torch.cat([last[:, None].to(x.dtype), x[:, :-1]], 1)  # (B, T, d)
+    before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)  # (B, T, d)
+    packed = documents_of(x)
     return before if packed is None else before.masked_fill(packed.starts[..., None], 0)
 
 
@@ -81,7 +83,8 @@ def rwkv_mu(config, layer):
 
     Peng et al. 2023, appendix: late channels and late layers look at the current token, k less than r. In float64.
     """
-    a, c = layer / max(1, config.n_layer - 1), 1 - layer / config.n_layer
+    a = layer / max(1, config.n_layer - 1)
+    c = 1 - layer / config.n_layer
     i = arange(config.n_embd) / config.n_embd
     return a, {"k": 1 - i**c, "v": 1 - (i**c + 0.3 * a), "r": 1 - i ** (c / 2), "g": 1 - i ** (c / 2)}
 
@@ -105,9 +108,12 @@ class Retention(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        d, self.H, self.n = config.n_embd, config.n_head, split_heads(config, multiple=2)  # rotary pairs
-        self.n_v, self.backend = retnet_width(config) // self.H, config.backend
-        wide = self.H * self.n_v
+        d = config.n_embd
+        wide = retnet_width(config)
+        self.H = config.n_head
+        self.n = split_heads(config, multiple=2)  # rotary pairs
+        self.n_v = wide // self.H
+        self.backend = config.backend
         self.qk = linear(d, 2 * d, start=xavier(d, d, 2**-2.5), parts=[d, d])
         self.vg = linear(d, 2 * wide, start=xavier(wide, d, 2**-2.5), parts=[wide, wide])
         self.out_proj = linear(wide, d, start=xavier(d, wide, 0.5))
@@ -115,20 +121,22 @@ class Retention(nn.Module):
     def rotate(self, x, first, last, constant=False):
         """Rotate the pairs (even, odd) in the last dimension of x (..., T, H, n), at positions first .. last - 1."""
         m = self.n // 2
-        tables = rotary_tables(first, last, m, x.device, max(1, m - 1), constant)
-        cos, sin = (a[:, None] for a in tables)  # (T, 1, m) each
-        even, odd = x[..., ::2], x[..., 1::2]  # float32 by promotion: the state is rotated by T, so rounding would show
-        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2).to(x.dtype)
+        cos, sin = rotary_tables(first, last, m, x.device, max(1, m - 1), constant)  # (T, m) each
+        cos, sin = cos[:, None], sin[:, None]
+        even, odd = x[..., ::2], x[..., 1::2]
+        turned = [even * cos - odd * sin, odd * cos + even * sin]  # float32: rounding would show in the state
+        return torch.stack(turned, -1).flatten(-2).to(x.dtype)
 
     def forward(self, x, state=None):
         T = x.shape[1]
-        qk = self.rotate(self.qk(x).unflatten(-1, (2 * self.H, self.n)), 0, T, constant=state is None)  # (B, T, 2 H, n)
-        q, k = qk.chunk(2, 2)  # (B, T, H, n) each
+        qk = self.qk(x).unflatten(-1, (2 * self.H, self.n))  # (B, T, 2 H, n)
+        q, k = self.rotate(qk, 0, T, constant=state is None).chunk(2, 2)  # (B, T, H, n) each
         v, g = self.vg(x).chunk(2, -1)  # (B, T, H n_v) each
-        log_decay = torch.log1p(-(2.0 ** (-5 - torch.arange(self.H, device=x.device))))  # (H,)
         v = v.unflatten(-1, (self.H, -1))  # (B, T, H, n_v)
+        log_decay = torch.log1p(-(2.0 ** (-5 - torch.arange(self.H, device=x.device))))  # (H,)
         o, S = retention(q, k * self.n**-0.5, v, log_decay, state=state, backend=self.backend)
-        y = self.out_proj(F.silu(g) * head_norm(o, eps=self.norm_eps, backend=self.backend).flatten(2))
+        o = head_norm(o, eps=self.norm_eps, backend=self.backend).flatten(2)  # (B, T, H n_v)
+        y = self.out_proj(F.silu(g) * o)
         if state is None:
             return y, None
         # only differences of angles matter: rotate the state's keys back by T, so that the next token is at 0 again
@@ -164,9 +172,12 @@ class RWKVTimeMix(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        d, self.H = config.n_embd, config.n_head
-        self.n, self.backend = split_heads(config), config.backend
-        (depth, mu), h = rwkv_mu(config, layer), ramp(self.H)
+        d = config.n_embd
+        self.H = config.n_head
+        self.n = split_heads(config)
+        self.backend = config.backend
+        depth, mu = rwkv_mu(config, layer)
+        h = ramp(self.H)
         self.mu = parameter(4, d, start=values(torch.stack([mu[c] for c in "rkvg"])))
         self.decay = parameter(self.H, start=values(-6 + 5 * h ** (0.7 + 1.3 * depth)))
         self.bonus = parameter(self.H, start=values(depth * (1 - h)))
@@ -183,7 +194,9 @@ class RWKVTimeMix(nn.Module):
         change = token_shift(x, last) - x  # (B, T, d)
         r, k, v, g = (torch.addcmul(x, change, mu) for mu in self.mu.to(x.dtype))
         heads = lambda a: a.unflatten(-1, (self.H, self.n))  # (B, T, H, n)
-        r, k, v = heads(self.receptance(r)), heads(self.key(k)), heads(self.value(v))
+        r = heads(self.receptance(r))
+        k = heads(self.key(k))
+        v = heads(self.value(v))
         o, S = retention(r, k, v, -self.decay.exp(), self.bonus, S, backend=self.backend)  # (B, T, H, n), (B, H, n, n)
         o = F.layer_norm(o, (self.n,), eps=64e-5).flatten(2)  # a group norm with one group per head
         o = torch.addcmul(self.norm_bias.to(o.dtype), o, self.norm_weight.to(o.dtype))
@@ -191,8 +204,9 @@ class RWKVTimeMix(nn.Module):
         return y, None if state is None else (x[:, -1].clone(), S)
 
     def initial_state(self, batch_size, device):
-        return (torch.zeros(batch_size, self.H * self.n, device=device),
-                torch.zeros(batch_size, self.H, self.n, self.n, device=device))
+        last = torch.zeros(batch_size, self.H * self.n, device=device)
+        S = torch.zeros(batch_size, self.H, self.n, self.n, device=device)
+        return last, S
 
 
 class RWKVChannelMix(nn.Module):
@@ -204,8 +218,9 @@ class RWKVChannelMix(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        d, (_, mu) = config.n_embd, rwkv_mu(config, layer)
+        d = config.n_embd
         hidden = round_up(self.factor * d, config.mlp_multiple)
+        _, mu = rwkv_mu(config, layer)
         self.mu = parameter(2, d, start=values(torch.stack([mu["k"], mu["k"]])))  # of r, k
         self.receptance = linear(d, d, start=normal(0.02))
         self.key = linear(d, hidden, start=normal(0.02))
@@ -243,8 +258,10 @@ class SlidingWindow(Attention):
         B, T, d = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.H, self.n).permute(2, 0, 3, 1, 4)  # (B, H, T, n) each
         if state is not None:
-            k, v = (torch.cat([past.to(a.dtype), a], 2) for past, a in zip(state, (k, v), strict=True))
-            state = tuple(a[:, :, -self.window:].clone() for a in (k, v))  # a view would keep the older ones alive
+            past_k, past_v = state
+            k = torch.cat([past_k.to(k.dtype), k], 2)
+            v = torch.cat([past_v.to(v.dtype), v], 2)
+            state = k[:, :, -self.window:].clone(), v[:, :, -self.window:].clone()  # a view keeps older ones alive
         S = k.shape[2]
         cos, sin = rotary_tables(0, S, self.n // 2, x.device, constant=state is None)  # (S, n/2) each
         q, k = apply_rotary(q, cos[S - T:], sin[S - T:]), apply_rotary(k, cos, sin)
@@ -276,7 +293,8 @@ class RWKV4TimeMix(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        d, self.backend = config.n_embd, config.backend
+        d = config.n_embd
+        self.backend = config.backend
         depth, mu = rwkv_mu(config, layer)
         zigzag = (arange(d) + 1) % 3 - 1
         self.mu = parameter(3, d, start=values(torch.stack([mu[c] for c in "rkv"])))
@@ -292,7 +310,8 @@ class RWKV4TimeMix(nn.Module):
         change = token_shift(x, last) - x  # (B, T, d)
         r, k, v = (torch.addcmul(x, change, mu) for mu in self.mu.to(x.dtype))
         r, k, v = self.receptance(r), self.key(k), self.value(v)  # (B, T, d) each
-        y, past = wkv4(k, v, self.decay.exp(), self.bonus, None if state is None else past, backend=self.backend)
+        past = None if state is None else past
+        y, past = wkv4(k, v, self.decay.exp(), self.bonus, past, backend=self.backend)
         y = self.output(torch.sigmoid(r) * y)
         return y, None if state is None else (x[:, -1].clone(), *past)
 
@@ -305,7 +324,8 @@ class RWKV4TimeMix(nn.Module):
 
 def share(x):
     """(1 - e^-x) / x for x >= 0, without cancellation in value or gradient: its series below 1, exact in float64."""
-    below, y = x.clamp(max=1), 1.0
+    below = x.clamp(max=1)
+    y = 1.0
     for n in range(18, 1, -1):
         y = 1 - below / n * y
     return torch.where(x < 1, y, -torch.expm1(-x) / x.clamp(min=1))
@@ -333,14 +353,18 @@ class DeltaNet(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        d, self.H, self.W = config.n_embd, config.n_head, config.d_conv
-        self.n_v = split_heads(config, multiple=self.values)
-        self.n, self.backend = self.n_v // self.values, config.backend
         if config.step not in STEPS:
             raise ValueError(f"unknown step {config.step!r}: choose one of {', '.join(STEPS)}")
-        self.step, self.normalize_keys = STEPS[config.step], config.normalize_keys
-        keys, heads = self.H * self.n, self.H * self.n_v
-        self.qkv = linear(d, 2 * keys + heads, start=normal(0.02), parts=[keys, keys, heads])
+        d = config.n_embd
+        self.H = config.n_head
+        self.W = config.d_conv
+        self.n_v = split_heads(config, multiple=self.values)
+        self.n = self.n_v // self.values
+        self.backend = config.backend
+        self.step = STEPS[config.step]
+        self.normalize_keys = config.normalize_keys
+        parts = [self.H * self.n, self.H * self.n, self.H * self.n_v]  # q, k, v
+        self.qkv = linear(d, sum(parts), start=normal(0.02), parts=parts)
         self.conv_weight = parameter(self.qkv.out_features, self.W, start=dense(self.W))
         self.beta = linear(d, self.H, start=normal(0.02))
         self.norm_weight = parameter(self.n_v, start=constant(1.0))  # shared by the heads
@@ -351,17 +375,21 @@ class DeltaNet(nn.Module):
         qkv = self.qkv(x)  # (B, T, H (2 n + n_v))
         c = causal_conv1d(qkv, self.conv_weight, None, before, backend=self.backend)  # one call for all three
         qk, v = c.split([2 * self.H * self.n, self.H * self.n_v], -1)
-        qk, v = qk.unflatten(-1, (2 * self.H, self.n)), v.unflatten(-1, (self.H, self.n_v))  # (B, T, H, n_v)
+        qk = qk.unflatten(-1, (2 * self.H, self.n))  # (B, T, 2 H, n)
+        v = v.unflatten(-1, (self.H, self.n_v))  # (B, T, H, n_v)
         # x / sqrt(|x|^2 + 1e-6), written as RMSNorm, which has a kernel: x over its root mean square, times n^-1/2
         q, k = head_norm(qk, self.n**-0.5, 1e-6 / self.n, self.backend).chunk(2, 2)  # (B, T, H, n) each
-        k = k if self.normalize_keys else qk[:, :, self.H:]
+        if not self.normalize_keys:
+            k = qk[:, :, self.H:]
         o, S = self.mix(x, q * self.n**-0.5, k, v, S)  # (B, T, H, n_v)
-        y = self.out_proj(self.gated(head_norm(o, self.norm_weight, backend=self.backend).flatten(2), x))
+        o = head_norm(o, self.norm_weight, backend=self.backend).flatten(2)  # (B, T, H n_v)
+        y = self.out_proj(self.gated(o, x))
         return y, None if state is None else (conv_state(qkv, before, self.W), S)
 
     def eps(self, x, k):
         """The step size of each token (B, T, H), float32."""
-        return self.step(wide(torch.sigmoid(self.beta(x))), wide(k).square().sum(-1))
+        beta = wide(torch.sigmoid(self.beta(x)))
+        return self.step(beta, wide(k).square().sum(-1))
 
     def mix(self, x, q, k, v, S):
         return delta_rule(q, k, v, self.eps(x, k), S, backend=self.backend)
@@ -370,8 +398,9 @@ class DeltaNet(nn.Module):
         return o
 
     def initial_state(self, batch_size, device):
-        return (torch.zeros(batch_size, self.W - 1, self.qkv.out_features, device=device),
-                torch.zeros(batch_size, self.H, self.n, self.n_v, device=device))
+        before = torch.zeros(batch_size, self.W - 1, self.qkv.out_features, device=device)
+        S = torch.zeros(batch_size, self.H, self.n, self.n_v, device=device)
+        return before, S
 
 
 class GatedDeltaNet(DeltaNet):
@@ -419,7 +448,8 @@ class KDA(DeltaNet):
         self.gate2 = linear(self.n, d, start=normal(0.02), bias=constant(0.0))
 
     def mix(self, x, q, k, v, S):
-        rate = F.softplus(wide(self.forget2(self.forget1(x))) + self.dt_bias).unflatten(-1, (self.H, self.n))
+        rate = F.softplus(wide(self.forget2(self.forget1(x))) + self.dt_bias)  # (B, T, d)
+        rate = rate.unflatten(-1, (self.H, self.n))
         log_a = -wide(self.A_log).exp()[:, None] * rate  # (B, T, H, n)
         return kda(q, k, v, self.eps(x, k), log_a, S, backend=self.backend)
 
@@ -447,12 +477,15 @@ class Mesa(DeltaNet):
         self.ridge = parameter(self.H, self.n, start=constant(math.log(math.expm1(0.75))))  # L = 1
 
     def mix(self, x, q, k, v, S):
-        log_a, beta = F.logsigmoid(wide(self.forget(x))), wide(torch.sigmoid(self.beta(x)))  # (B, T, H) each
-        return mesa(q, k, v, beta, log_a, F.softplus(self.ridge) + 0.25, S, backend=self.backend)
+        log_a = F.logsigmoid(wide(self.forget(x)))  # (B, T, H)
+        beta = wide(torch.sigmoid(self.beta(x)))  # (B, T, H)
+        ridge = F.softplus(self.ridge) + 0.25  # (H, n)
+        return mesa(q, k, v, beta, log_a, ridge, S, backend=self.backend)
 
     def initial_state(self, batch_size, device):
         before, U = super().initial_state(batch_size, device)
-        return before, (torch.zeros(batch_size, self.H, self.n, self.n, device=device), U)
+        H = torch.zeros(batch_size, self.H, self.n, self.n, device=device)
+        return before, (H, U)
 
 
 # -------------------------------------------------------------------------------------------------------------- Mamba-2
@@ -472,10 +505,16 @@ class Mamba2(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        d, self.N, self.W, self.backend = config.n_embd, 8 * config.d_state, config.d_conv, config.backend
-        self.P, self.H, self.d_inner = split_heads(config), config.expand * config.n_head, config.expand * d
-        convolved, parts = self.d_inner + 2 * self.N, [self.d_inner, self.d_inner, self.N, self.N, self.H]
-        self.in_proj = linear(d, sum(parts), start=dense(d), parts=parts)  # z, x, B, C, dt
+        d = config.n_embd
+        self.N = 8 * config.d_state
+        self.W = config.d_conv
+        self.P = split_heads(config)
+        self.H = config.expand * config.n_head
+        self.d_inner = config.expand * d
+        self.backend = config.backend
+        convolved = self.d_inner + 2 * self.N
+        parts = [self.d_inner, self.d_inner, self.N, self.N, self.H]  # z, x, B, C, dt
+        self.in_proj = linear(d, sum(parts), start=dense(d), parts=parts)
         self.conv_weight = parameter(convolved, self.W, start=dense(self.W))
         self.conv_bias = parameter(convolved, start=dense(self.W))
         self.dt_bias = parameter(self.H, start=step_size(1e-3, 0.1))
@@ -494,12 +533,14 @@ class Mamba2(nn.Module):
         dt = F.softplus(wide(dt) + self.dt_bias)  # (B, T, H)
         y, S = retention(C, B, x * dt[..., None], -wide(self.A_log).exp() * dt, state=S, backend=self.backend)
         y = torch.addcmul(y, x, self.skip[:, None]).flatten(2) * F.silu(z)  # (B, T, d_inner)
-        y = self.out_proj(rms_norm(y, self.norm_weight, backend=self.backend).to(u.dtype))
+        y = rms_norm(y, self.norm_weight, backend=self.backend).to(u.dtype)
+        y = self.out_proj(y)
         return y, None if state is None else (conv_state(xBC, before, self.W), S)
 
     def initial_state(self, batch_size, device):
-        return (torch.zeros(batch_size, self.W - 1, self.d_inner + 2 * self.N, device=device),
-                torch.zeros(batch_size, self.H, self.N, self.P, device=device))
+        before = torch.zeros(batch_size, self.W - 1, self.d_inner + 2 * self.N, device=device)
+        S = torch.zeros(batch_size, self.H, self.N, self.P, device=device)
+        return before, S
 
 
 # ------------------------------------------------------------------------------------------------------------- families

@@ -12,6 +12,7 @@ if __name__ == "__main__":  # Ctrl-C during PyTorch's import ends the process wi
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import dataclasses
 import math
 import os
 import sys
@@ -55,30 +56,47 @@ def load_model(folder, device="cpu"):
         raise checkpoint.CheckpointError(f"{path} is an image classifier and cannot write text: result.json in its "
                                          "folder has its accuracy")
     with checkpoint.fitting(path):
-        config = {k: v for k, v in meta["config"].items() if hasattr(ModelConfig, k)}
-        backend = "torch" if config.get("backend") == "torch" else ""  # keep torch, for edited operators; else fastest
         for key, kind in {"tokenizer": str, "table": str, "step": int, "tokens": int, "data": dict}.items():
-            if not isinstance(meta.setdefault(key), (kind, type(None))):
-                raise TypeError(f"its {key} is {str(meta[key])[:80]!r}")
-        for key, value in config.items():
-            if type(value) is not type(getattr(ModelConfig, key)):  # isinstance would take True for 1
+            value = meta.setdefault(key)
+            if value is not None and not isinstance(value, kind):
                 raise TypeError(f"its {key} is {str(value)[:80]!r}")
-        sizes, weights = ModelConfig(**{**config, "backend": backend}), checkpoint.unflatten(tensors, meta["skeleton"])
+        sizes = sizes_of(meta["config"])
+        weights = checkpoint.unflatten(tensors, meta["skeleton"])["model"]
         with torch.device("meta"):  # takes no memory
-            if wrong := checkpoint.misfit(weights["model"], LM(sizes)):
-                raise ValueError(wrong)
+            wrong = checkpoint.misfit(weights, LM(sizes))
+        if wrong:
+            raise ValueError(wrong)
         lm = LM(sizes)
-        lm.load_state_dict(weights["model"])
-    if (changed := records.code_since(folder, meta.get("code_versions"))) and distributed.rank() == 0:
+        lm.load_state_dict(weights)
+    changed = records.code_since(folder, meta.get("code_versions"))
+    if changed and distributed.rank() == 0:
         print(changed, file=sys.stderr)
     return lm.to(device).eval(), meta
+
+
+def sizes_of(settings):
+    """The ModelConfig of a run's settings, on the fastest backend; torch stays, for edited operators. Raises TypeError
+    for a setting of another type."""
+    given = {}
+    for field in dataclasses.fields(ModelConfig):
+        value = settings.get(field.name, field.default)
+        if type(value) is not type(field.default):  # isinstance would take True for 1
+            raise TypeError(f"its {field.name} is {str(value)[:80]!r}")
+        given[field.name] = value
+    if given["backend"] != "torch":
+        given["backend"] = ""
+    return ModelConfig(**given)
 
 
 def read_prompt(prompt, text):
     """(the prompt to print, its tokens). Byte models take any bytes; all other tokenizers need UTF-8."""
     try:
-        content = (sys.stdin.buffer.read() if prompt == "-" else Path(prompt[1:]).read_bytes() if prompt.startswith("@")
-                   else os.fsencode(prompt))
+        if prompt == "-":
+            content = sys.stdin.buffer.read()
+        elif prompt.startswith("@"):
+            content = Path(prompt[1:]).read_bytes()
+        else:
+            content = os.fsencode(prompt)
         if text.kind == "bytes":
             return content.decode("utf-8", "replace"), list(content)
         shown = content.decode("utf-8").replace("\r\n", "\n")
