@@ -50,8 +50,6 @@ from helpers import (
     succeed,
     write_data,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import configurator
 import train
@@ -128,29 +126,41 @@ def whole(data, tmp_path_factory):
 
 # ------------------------------------------------------------------------------------------------------- pure functions
 
-@settings(deadline=None, max_examples=200, database=None)
-@given(schedule=st.sampled_from(["cosine", "wsd", "constant"]), max_iters=st.integers(3, 2000),
-       warmup=st.integers(-1, 300), decay=st.integers(-1, 300), low=st.floats(0, 1))
-def test_learning_rate(schedule, max_iters, warmup, decay, low):
-    warmup, decay = min(warmup, max_iters // 2 - 1), min(decay, max_iters // 2)
-    config = TrainConfig(max_iters=max_iters, warmup_iters=warmup, decay_iters=decay, schedule=schedule,
-                         learning_rate=2.0, min_lr=2 * low)
-    factors = [train.learning_rate_factor(step, config) for step in range(max_iters)]
-    warm = round(max_iters / 20) if warmup < 0 else warmup
-    assert warm == 0 or factors[:warm] == [(step + 1) / warm for step in range(warm)]
-    if schedule == "constant":
-        assert set(factors[warm:]) == {1.0}
-        return
-    assert factors[-1] == low  # not about
-    assert 0 < factors[0] and max(factors) <= 1
-    assert all(a >= b for a, b in zip(factors[warm:], factors[warm + 1:], strict=False))
-    if schedule == "wsd":
-        last = max(1, round(max_iters / 5) if decay < 0 else decay)
-        assert set(factors[warm:max_iters - last]) <= {1.0}
-        decay = [low + (1 - low) * (1 - math.sqrt(i / last)) for i in range(1, last + 1)]
-        assert factors[-last:] == pytest.approx(decay)
-    elif low < 0.999:
-        assert factors.count(1.0) <= 1, "the peak is not held"
+def factors(**settings):
+    config = TrainConfig(learning_rate=2.0, **settings)
+    train.check(config)
+    return [train.learning_rate_factor(step, config) for step in range(config.max_iters)]
+
+
+def test_learning_rates_of_each_schedule():
+    """By hand: the warmup reaches the peak in its last step, a decay its end in the last step of the run."""
+    short = {"max_iters": 7, "warmup_iters": 2, "min_lr": 0.4}  # cosine: five steps of a fifth of half a turn
+    assert factors(**short) == pytest.approx([0.5, 1, 0.923607, 0.723607, 0.476393, 0.276393, 0.2], abs=1e-6)
+    flat = {"max_iters": 10, "warmup_iters": 3, "min_lr": 0.0}
+    wsd = factors(**flat, schedule="wsd", decay_iters=4)
+    assert wsd == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 0.5, 0.292893, 0.133975, 0], abs=1e-6)
+    assert factors(**flat, schedule="constant") == pytest.approx([1 / 3, 2 / 3] + [1] * 8)
+    assert factors(**short, schedule="wsd", decay_iters=0)[-2:] == [1, 0.2]  # a decay of one step at least
+    assert factors(max_iters=5, warmup_iters=0)[0] < 1 and factors(max_iters=1) == [0.1]
+
+
+@pytest.mark.parametrize("max_iters, warmup, decay", [(400, 20, 80), (33, 2, 7), (4800, 240, 960)])
+def test_the_warmup_and_decay_that_nobody_asked_for(max_iters, warmup, decay):
+    """5% and 20% of the steps, down to a tenth of the peak, not about."""
+    rates = factors(max_iters=max_iters, schedule="wsd")
+    assert rates.index(1.0) == warmup - 1 and rates.count(1.0) == max_iters - warmup - decay + 1
+    assert rates[-1] == 0.1 == factors(max_iters=max_iters)[-1]
+
+
+def test_defaults():
+    """Those of nanoGPT, or written down in README and --help."""
+    literal = {"seed": 1337, "batch_tokens": 524288, "max_iters": 4800, "learning_rate": 6e-4, "min_lr": -1,
+               "warmup_iters": -1, "decay_iters": -1, "schedule": "cosine", "optimizer": "adamw", "weight_decay": 0.1,
+               "beta1": 0.9, "beta2": 0.95, "grad_clip": 1, "eval_interval": 250, "log_interval": 10,
+               "keep_checkpoints": 2, "max_bad_steps": 10, "resume": "never", "self_check": "on", "compile": False,
+               "vocab_size": 0, "d_state": 16, "d_conv": 4, "expand": 2, "timeout_minutes": 10}
+    config = TrainConfig()
+    assert {name: getattr(config, name) for name in literal} == literal
 
 
 def test_peak_flops_by_the_drivers_name():
@@ -200,35 +210,45 @@ LARGE = {"longhorn_1b3": 1_331_595_264, "mamba_1b3": 1_334_740_992, "llama_1b3":
 
 # -------------------------------------------------------------------------------------------------------------- records
 
-def test_records_of_a_finished_run(whole, data):
+def test_files_of_a_finished_run(whole):
     checkpoints = ["best.safetensors", "checkpoint-10.safetensors", "checkpoint.safetensors"]
-    assert sorted(p.name for p in whole.iterdir()) == [
+    assert sorted(path.name for path in whole.iterdir()) == [
         ".lock", *checkpoints, "config.json", "log.jsonl", "loss.png", "result.json"]
+    assert (whole / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert state(whole)["optimizers"][0]["param_groups"][0]["lr"] == pytest.approx(3e-4)  # of the last step
+
+
+def test_what_config_json_says(whole):
     config = record(whole, "config")
-    assert set(config["config"]) == {f.name for f in dataclasses.fields(TrainConfig)}
+    assert set(config["config"]) == {field.name for field in dataclasses.fields(TrainConfig)}
     assert {key: config["config"][key] for key in TINY} == TINY and config["config"]["vocab_size"] == 256
     derived, where = config["derived"], config["environment"]
-    assert derived["windows_per_step"] == 12 and derived["accumulation"] == 1 and derived["processes"] == 1
+    assert (derived["windows_per_step"], derived["accumulation"], derived["processes"]) == (12, 1, 1)
     assert derived["tokens"] == 12 * 384 and derived["epochs"] == pytest.approx(144 / 124)
     assert "embed.weight" in derived["decayed"] and derived["parameters"]["total"] > 0
     assert where["torch"] == torch.__version__ and "--max_iters=12" in where["command"]
     assert config["data"]["splits"]["train"]["sha256"] == config["data"]["identity"]["train"] and config["time"]
 
+
+def test_what_the_log_has(whole):
     assert list(events(whole, "eval")) == [5, 10, 12] and list(events(whole)) == list(range(1, 13))
-    keys = {"event", "step", "tokens", "train_loss", "lr", "grad_norm", "tokens_per_second", "memory_bytes", "seconds"}
     for step, e in events(whole).items():
-        assert set(e) == keys and e["tokens"] == 384 * step and e["tokens_per_second"] > 0 and e["memory_bytes"] > 1e7
+        assert set(e) == {"event", "step", "tokens", "train_loss", "lr", "grad_norm", "tokens_per_second",
+                          "memory_bytes", "seconds"}
+        assert e["tokens"] == 384 * step and e["memory_bytes"] > 1e7
     assert losses(whole)[-1] < losses(whole)[0] - 0.5 and losses(whole, "lr")[-1] == pytest.approx(3e-4)
     assert losses(whole, "seconds") == sorted(losses(whole, "seconds"))
 
-    result = record(whole)
+
+def test_the_result_of_a_finished_run(whole):
+    result, config = record(whole), record(whole, "config")
     assert result["val_loss"] == events(whole, "eval")[12]["val_loss"] and result["val_tokens"] == 699
     assert result["val_bits_per_byte"] == pytest.approx(result["val_loss"] / math.log(2))
-    assert result["tokens"] == 4608 and result["steps"] == 12 and result["best_val_loss"] <= result["val_loss"]
-    assert result["flops"] == derived["flops_per_token"] * 4608
-    assert result["code"] == where["code"] == config["code_versions"][0] and result["commit"] == where["commit"]
-    assert (whole / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert state(whole)["optimizers"][0]["param_groups"][0]["lr"] == pytest.approx(3e-4)  # of the last step
+    assert (result["tokens"], result["steps"], result["seed"]) == (4608, 12, 1337)
+    assert result["best_val_loss"] == min(e["val_loss"] for e in events(whole, "eval").values())
+    assert result["flops"] == config["derived"]["flops_per_token"] * 4608
+    assert result["code"] == config["environment"]["code"] == config["code_versions"][0]
+    assert result["commit"] == config["environment"]["commit"]
 
 
 @pytest.mark.parametrize("bytes_of_val", [2100, None])
@@ -305,17 +325,22 @@ def test_the_screen_shows_what_the_log_has(data, tmp_path):
 
 
 def test_speed_is_that_of_training_alone(data, out):
-    """By a clock on which a training forward takes 2 s and one of an evaluation 100 s; float32 has no MFU."""
-    now = [0.0]
+    """By a clock on which a training forward takes 2 s and one of an evaluation 100 s; float32 has no MFU. A resumed
+    run goes on counting."""
+    now, stop = [0.0], [5]
 
     class Slow(LM):
         def forward(self, *inputs, **how):
             now[0] += 2.0 if self.training else 100.0
+            stop[0] -= self.training
+            if stop[0] == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
             return super().forward(*inputs, **how)
 
-    with (mock.patch("runtime.telemetry.time.perf_counter", lambda: now[0]),
+    with (mock.patch("time.perf_counter", lambda: now[0]),
           mock.patch("runtime.telemetry.peak_flops", lambda name: 1e9)):
-        succeed(arguments(data, out, log_interval=2), LM=Slow)
+        for _ in range(2):
+            succeed(arguments(data, out, log_interval=2, resume="auto"), LM=Slow)
     assert set(losses(out, "tokens_per_second")) == {384 / 2} and "mfu" not in events(out)[2]
     result = record(out)
     assert result["seconds"] == now[0] > 300 and result["tokens_per_second"] == round(12 * 384 / now[0])
@@ -409,6 +434,14 @@ def test_the_validation_loss_is_the_mean_over_its_tokens(data, monkeypatch):
     assert lm.training
     shorter = train.Evaluate(dataclasses.replace(config, eval_block_size=16), tokens)
     assert shorter.windows[:, 1].tolist() == [16] * 6 + [4] and shorter.final_windows[:, 1].max() == 16
+
+
+def test_gradients_are_clipped_to_their_norm_unless_it_is_0(data, tmp_path):
+    """The norm in the log is that before."""
+    for clip in (0, 1e6, 0.01):
+        succeed(arguments(data, tmp_path / f"{clip}", grad_clip=clip, max_iters=4))
+    assert losses(tmp_path / "0") == losses(tmp_path / "1000000.0") != losses(tmp_path / "0.01")
+    assert losses(tmp_path / "0.01", "grad_norm")[0] == losses(tmp_path / "0", "grad_norm")[0] > 0.1
 
 
 def test_documents_are_packed(whole, data, out, tmp_path):
