@@ -61,6 +61,7 @@ def file(tmp_path, monkeypatch):
     ("--n_layer=5_000", "n_layer", 5000), ("--n_layer=1e6", "n_layer", 10**6), ("--n_layer=2.0", "n_layer", 2),
     ("--dropout=0", "dropout", 0.0), ("--dropout=1e-3", "dropout", 1e-3), ("--dropout=-.5", "dropout", -0.5),
     ("--compile", "compile", True), ("--compile=No", "compile", False), ("--compile=1", "compile", True),
+    ("--compile=0", "compile", False), ("--compile=yes", "compile", True), ("--n_layer=9e15", "n_layer", 9 * 10**15),
     ("--out_dir=a=b", "out_dir", "a=b"), ("--out_dir=", "out_dir", ""), ("--out_dir=none", "out_dir", "none"),
     ("--out_dir=__import__('os')", "out_dir", "__import__('os')"), ("--out_dir=x.py", "out_dir", "x.py"),
     ("--name=3", "name", "3"), ("--model=llama", "model", "llama"), ("--act=relu", "act", "relu")])
@@ -78,7 +79,7 @@ MISTAKES = [  # an argument, or what a config file says; how the line begins, {}
     ("--", "unknown key '--'; --help lists all keys"),
     ("--n_layer", "--n_layer needs a value, joined by '=': --n_layer=12"),
     ("--n_layer=2.5", "--n_layer=2.5: expected a whole number (int)"),
-    ("--n_layer=1e17", "--n_layer=1e17: expected a whole number (int)"),
+    ("--n_layer=1e16", "--n_layer=1e16: expected a whole number (int)"),
     ("--dropout=nan", "--dropout=nan: expected a finite number (float)"),
     ("--compile=maybe", "--compile=maybe: expected true or false (bool)"),
     ("--out_dir=\udcff", "--out_dir=\udcff: expected a string of UTF-8"),  # as Python reads the byte ff

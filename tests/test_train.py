@@ -142,6 +142,8 @@ def test_learning_rates_of_each_schedule():
     assert factors(**flat, schedule="constant") == pytest.approx([1 / 3, 2 / 3] + [1] * 8)
     assert factors(**short, schedule="wsd", decay_iters=0)[-2:] == [1, 0.2]  # a decay of one step at least
     assert factors(max_iters=5, warmup_iters=0)[0] < 1 and factors(max_iters=1) == [0.1]
+    assert factors(max_iters=5, warmup_iters=4, min_lr=2.0) == [0.25, 0.5, 0.75, 1, 1]  # the least that is a schedule
+    assert factors(max_iters=6, warmup_iters=2, decay_iters=4, schedule="wsd")[1] == 1
 
 
 @pytest.mark.parametrize("max_iters, warmup, decay", [(400, 20, 80), (33, 2, 7), (4800, 240, 960)])
@@ -963,11 +965,15 @@ REFUSED = [
     ({"device": "gpu"}, "'gpu'", "cpu, cuda"),
     ({"micro_batch_size": 0}, "micro_batch_size 0", "at least 1"),
     ({"eval_interval": -1}, "eval_interval -1", "0 or more"), ({"seed": -1}, "seed -1"),
+    ({"seed": 2**32}, "seed 4294967296 must be below"), ({"timeout_minutes": 0}, "timeout_minutes 0.0 must be above 0"),
+    ({"learning_rate": 0}, "learning_rate 0.0 must be above 0"), ({"beta1": 1}, "beta1 1.0 and"),
+    ({"keep_steps": "3,x"}, "keep_steps 3,x"),
     ({"min_lr": 1}, "min_lr 1.0", "learning_rate 0.003"), ({"warmup_iters": 12}, "warmup_iters 12", "max_iters 12"),
     ({"schedule": "wsd", "warmup_iters": 4, "decay_iters": 9}, "4", "9", "max_iters 12"), ({"beta2": 1}, "beta2 1.0"),
     ({"warmup_iters": -100}, "warmup_iters -100", "-1 for its default"), ({"min_lr": -2}, "min_lr -2.0"),
     ({"backend": "cpuu"}, "'cpuu'", "torch", "cpu", "cuda", "fused"), ({"n_layer": 10**14}, "n_layer", "at most 1024"),
-    ({"vocab_size": 10**9, "n_embd": 10**4}, "bytes", "smaller"),
+    ({"vocab_size": 10**9, "n_embd": 10**4, "model": "llama"}, "10,001,206,430,000 parameters take 40,004,825,720,000",
+     "smaller"),
     *(({name: value}, name) for name, value in {
         "max_iters": 10**400, "n_embd": 10**24, "vocab_size": 10**19, "grad_clip": "1e999", "learning_rate": math.nan,
         "eval_block_size": 10**25, "batch_tokens": 384 * 10**9}.items()),
