@@ -208,18 +208,20 @@ def test_a_curve_is_drawn_of_whatever_there_is_in_a_folder_of_any_name(tmp_path,
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_the_numbers_of_a_resumed_run_and_their_units(tmp_path, monkeypatch):
+def test_the_numbers_of_a_resumed_run_and_their_units(tmp_path, monkeypatch, capsys):
     """From step 3 on, with a line every second step: the first is of one step. A step takes 3 s, a pause after it 5."""
     now = [1000.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(telemetry, "peak_flops", lambda name: 1e6)
     monkeypatch.setattr(telemetry, "draw_loss", lambda folder: None)
-    config = TrainConfig(out_dir=str(tmp_path), batch_tokens=700, max_iters=6, log_interval=2, dtype="bfloat16", seed=9)
+    config = TrainConfig(out_dir=str(tmp_path), batch_tokens=700, max_iters=6, log_interval=2, dtype="bfloat16", seed=9,
+                         micro_batch_size=3)
     data = SimpleNamespace(sequences_per_step=7)
     progress = Progress(config.max_iters, seconds=50.0, best_val_loss=2.5, skipped=1, code_versions=["a", "b"])
-    derived = {"device_name": "cpu", "flops_per_token": 30, "parameters": {"total": 11}, "processes": 1, "epochs": 1.25}
+    derived = {"device_name": "cpu", "flops_per_token": 30, "parameters": {"total": 11}, "processes": 2, "epochs": 1.25}
     found = Found(progress, derived, 3, environment={"commit": "c0"}, log=Log(tmp_path))
     with telemetry.Telemetry(config, data, torch.device("cpu")) as t:
+        t.world_size = 2
         t.open(found, "nothing")
         for step in t.steps(SimpleNamespace(stopping=False)):
             now[0] += 3
@@ -227,15 +229,18 @@ def test_the_numbers_of_a_resumed_run_and_their_units(tmp_path, monkeypatch):
             now[0] += 5
         t.log_evaluation(4, {"val_loss": 3.0})  # not the best; of a step before, so that it is logged
         assert t.finish(None) == {"val_loss": 3.0}
+    said = capsys.readouterr().out
+    assert "6 steps of 700 tokens = 1.25 epochs, 2 micro-batches per step" in said  # of 7 windows, and 3 at a time
+    assert "finished: 4,200 tokens in 74 s" in said
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     first, second = read_log(tmp_path, "train")
     for line, step, rate, seconds in ((first, 4, 233, 53.0), (second, 6, 233, 69.0)):
         assert (line["step"], line["tokens"], line["seconds"]) == (step, 700 * step, seconds)
-        assert line["tokens_per_second"] == rate and line["mfu"] == round(700 / 3 * 30 / 1e6, 4)
+        assert line["tokens_per_second"] == rate and line["mfu"] == round(700 / 3 * 30 / 2e6, 4)
         assert 0.5 * peak < line["memory_bytes"] <= peak
     result = read_json(tmp_path / "result.json")
     about = {"steps": 6, "skipped_steps": 1, "tokens": 4200, "seconds": 74.0, "tokens_per_second": 57, "parameters": 11,
-             "flops": 126000, "processes": 1, "best_val_loss": 2.5, "val_loss": 3.0, "code": "b", "seed": 9,
+             "flops": 126000, "processes": 2, "best_val_loss": 2.5, "val_loss": 3.0, "code": "b", "seed": 9,
              "commit": "c0", "dtype": "bfloat16", "device_name": "cpu"}
     assert result.items() >= about.items() and 0.5 * peak < result["memory_bytes"] <= peak
 
