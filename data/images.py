@@ -10,6 +10,7 @@ run on the model's device, with one draw per micro-batch. The images of step s a
 
 import functools
 import hashlib
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -47,19 +48,28 @@ def load(name):
     sha256: of names, sizes and labels; contents: only of a folder's images (see `contents`).
     Raises DataError if `name` is not an image dataset.
     """
-    source = digits if name == "digits" else hub if name.startswith("hf:") else folder
-    train, val, classes, about, *contents_sha256 = source(name)
-    for split, there, splits in ((val, train, ("validation", "training")), (train, val, ("training", "validation"))):
-        missing = np.setdiff1d(there.labels, split.labels)
-        if len(missing):
-            raise DataError(f"{name}: {splits[0]} has no image of the class {classes[missing[0]]!r}, which "
-                            f"{splits[1]} has: add some, or remove the class")
+    identity = {}
+    if name == "digits":
+        train, val, classes, about = digits()
+    elif name.startswith("hf:"):
+        train, val, classes, about = hub(name)
+    else:
+        train, val, classes, about, identity["contents"] = folder(name)
+    check_classes(name, classes, {"training": train, "validation": val})
     about += repr(classes).encode() + train.labels.tobytes() + val.labels.tobytes()
-    return train, val, classes, {"sha256": hashlib.sha256(about).hexdigest(),
-                                 **({"contents": contents_sha256[0]} if contents_sha256 else {})}
+    return train, val, classes, {"sha256": hashlib.sha256(about).hexdigest(), **identity}
 
 
-def digits(name):
+def check_classes(name, classes, splits):
+    """Raises DataError if a split lacks a class that the other has."""
+    for part, other in itertools.permutations(splits):
+        missing = np.setdiff1d(splits[other].labels, splits[part].labels)
+        if len(missing):
+            raise DataError(f"{name}: {part} has no image of the class {classes[missing[0]]!r}, which {other} has: add "
+                            "some, or remove the class")
+
+
+def digits():
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
@@ -67,46 +77,60 @@ def digits(name):
         raise DataError("dataset=digits comes with scikit-learn: pip install scikit-learn") from None
     data = load_digits()
     images = np.rint(data.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8)
-    parts = train_test_split(np.arange(len(images)), test_size=0.25, stratify=data.target, random_state=0)
-    split = lambda rows: Split(data.target[rows].astype(np.int64), lambda i: Image.fromarray(images[rows[i]]),
-                               lambda i: f"digit {rows[i]}")
-    return *map(split, map(sorted, parts)), [str(n) for n in data.target_names], images.tobytes()
+
+    def split(rows):
+        rows = sorted(rows)
+        return Split(data.target[rows].astype(np.int64), lambda i: Image.fromarray(images[rows[i]]),
+                     lambda i: f"digit {rows[i]}")
+
+    train, val = train_test_split(np.arange(len(images)), test_size=0.25, stratify=data.target, random_state=0)
+    return split(train), split(val), [str(n) for n in data.target_names], images.tobytes()
 
 
 def folder(name):
-    splits, about, classes = [], [], None
-    for part in ("train", "val"):
-        root = Path(name) / part
-        if not root.is_dir():
-            raise DataError(f"there is no folder {root}: {LAYOUT}; other datasets are digits and hf:NAME")
-        folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
-        classes = sorted({*folders, *(classes or folders)})
-        if not folders:
-            raise DataError(f"{root} has no class folders: {LAYOUT}")
-        files = [(path, c) for c in folders for path in sorted((root / c).iterdir())
-                 if path.suffix.lower() in Image.registered_extensions()]
-        about += [f"{path.relative_to(name)} {path.stat().st_size}\n" for path, _ in files]
-        splits.append(files)
-    number = {c: i for i, c in enumerate(classes)}
-    split = lambda files: Split(np.array([number[c] for _, c in files], np.int64),
-                                lambda i: Image.open(regular(files[i][0])), lambda i: files[i][0])
-    paths = [path for part in splits for path, _ in part]
-    return *map(split, splits), classes, "".join(about).encode(), contents(paths)
+    files = {part: class_files(Path(name) / part) for part in ("train", "val")}
+    classes = sorted({*files["train"], *files["val"]})
+    splits, paths, about = [], [], []
+    for of_class in files.values():
+        labels, own = [], []
+        for c, of_one in of_class.items():
+            labels += [classes.index(c)] * len(of_one)
+            own += of_one
+        opened = lambda i, own=own: Image.open(regular(own[i]))
+        splits.append(Split(np.array(labels, np.int64), opened, own.__getitem__))
+        paths += own
+    for path in paths:
+        about.append(f"{path.relative_to(name)} {path.stat().st_size}\n")
+    return *splits, classes, "".join(about).encode(), contents(paths)
+
+
+def class_files(root):
+    """{class: its images} of root/CLASS/*.jpg, both in the order of their names."""
+    if not root.is_dir():
+        raise DataError(f"there is no folder {root}: {LAYOUT}; other datasets are digits and hf:NAME")
+    files, endings = {}, Image.registered_extensions()
+    for c in sorted(entry.name for entry in os.scandir(root) if entry.is_dir()):
+        files[c] = [path for path in sorted((root / c).iterdir()) if path.suffix.lower() in endings]
+    if not files:
+        raise DataError(f"{root} has no class folders: {LAYOUT}")
+    return files
 
 
 def contents(paths):
     """The sha256 of the files: of all bytes up to a gigabyte in total, else of 4 KB in the middle of each, so that a
     start does not read all of ImageNet. Raises DataError for a pipe or device, and a file that cannot be read."""
+    whole = sum(path.stat().st_size for path in paths) <= READ_WHOLE
+
     def piece(path):
         try:
             with open(regular(path), "rb") as file:
-                if some:
-                    file.seek(max(0, os.fstat(file.fileno()).st_size - PIECE) // 2)
-                return hashlib.sha256(file.read(PIECE if some else -1)).digest()
+                if whole:
+                    return hashlib.sha256(file.read()).digest()
+                file.seek(max(0, os.fstat(file.fileno()).st_size - PIECE) // 2)
+                return hashlib.sha256(file.read(PIECE)).digest()
         except OSError as error:
             raise DataError(f"{path} cannot be read ({error.strerror}): replace or remove it") from None
 
-    some = sum(path.stat().st_size for path in paths) > READ_WHOLE
     with ThreadPoolExecutor() as pool:
         return hashlib.sha256(b"".join(pool.map(piece, paths))).hexdigest()
 
@@ -116,16 +140,21 @@ def hub(name):
 
     try:
         data = datasets.load_dataset(name.removeprefix("hf:"))
-        parts = [data["train"], data["validation" if "validation" in data else "test"]]
+        train, val = data["train"], data["validation" if "validation" in data else "test"]
     except Exception as error:  # no network, no such name, access refused, no such split
         raise DataError(f"{name}: {' '.join(str(error).split())[:200]}") from None
-    kinds = {type(kind): key for key, kind in reversed(parts[0].features.items())}  # the first of each kind
-    if not {datasets.Image, datasets.ClassLabel} <= kinds.keys():
+    columns = {}
+    for key, kind in train.features.items():
+        columns.setdefault(type(kind), key)  # the first of each kind
+    image, label = columns.get(datasets.Image), columns.get(datasets.ClassLabel)
+    if image is None or label is None:
         raise DataError(f"{name}: needs an image and a class label column, but its columns are "
-                        f"{', '.join(parts[0].features)}")
-    image, label = kinds[datasets.Image], kinds[datasets.ClassLabel]
-    split = lambda part: Split(np.array(part[label], np.int64), lambda i: part[int(i)][image], lambda i: f"{name} {i}")
-    return *map(split, parts), parts[0].features[label].names, name.encode()
+                        f"{', '.join(train.features)}")
+
+    def split(part):
+        return Split(np.array(part[label], np.int64), lambda i: part[int(i)][image], lambda i: f"{name} {i}")
+
+    return split(train), split(val), train.features[label].names, name.encode()
 
 
 # ------------------------------------------------------------------------------------------------------- one image
@@ -133,17 +162,22 @@ def hub(name):
 def read(split, i, config, draw=None):
     """Image i as uint8 (channels, image_size, image_size): for training (`draw` is the seed) a random crop, perhaps
     mirrored; otherwise the centre crop, `eval_crop` of the shorter side. Raises DataError for unreadable images."""
-    size, random = config.image_size, None if draw is None else np.random.default_rng(draw)
+    size, mirrored = config.image_size, False
     try:
         image = split.open(i).convert({1: "L", 3: "RGB"}[config.channels])
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         why = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{split.name(i)} cannot be read as an image ({why}): replace or remove it") from None
-    box = middle(*image.size, config.eval_crop) if draw is None else random_box(*image.size, config.min_crop, random)
+    if draw is None:
+        box = middle(*image.size, config.eval_crop)
+    else:
+        random = np.random.default_rng(draw)
+        box = random_box(*image.size, config.min_crop, random)
+        mirrored = config.mirror and random.random() < 0.5
     if box != (0, 0, size, size) or image.size != (size, size):
         image = image.resize((size, size), Image.Resampling.BICUBIC, box=box)
     pixels = np.asarray(image).reshape(size, size, config.channels).transpose(2, 0, 1)
-    return pixels[:, :, ::-1] if random is not None and config.mirror and random.random() < 0.5 else pixels
+    return pixels[:, :, ::-1] if mirrored else pixels
 
 
 def middle(width, height, part):
@@ -257,8 +291,8 @@ class Augment:
         keys = {"data_keys": ["input", "class"]}
         self.rand_augment = RandAugment(n=2, m=3 * config.rand_augment) if config.rand_augment else None  # m of 30
         self.erase = K.RandomErasing(p=config.erasing)
-        self.mix = [(config.mixup, K.RandomMixUpV2(**keys), False),  # last: True if it returns the first label's share
-                    (config.cutmix, K.RandomCutMixV2(**keys, use_correct_lambda=True), True)]
+        self.mixup = K.RandomMixUpV2(**keys)
+        self.cutmix = K.RandomCutMixV2(**keys, use_correct_lambda=True)
 
     def __call__(self, x, y):
         config = self.config
@@ -267,12 +301,21 @@ class Augment:
         x = normalise(x)
         if config.erasing:
             x = self.erase(x)
-        draw = torch.rand(()).item() if config.mixup or config.cutmix else 1.0
-        for probability, mix, of_first in self.mix if draw < config.mixup + config.cutmix else ():
-            if draw < probability:
-                x, mixed = mix(x, y)
-                first, second, share = mixed.reshape(len(y), 3, 1).unbind(1)  # (n, 1) each
-                first, second = (F.one_hot(labels[:, 0].long(), self.classes).float() for labels in (first, second))
-                return x, torch.lerp(second, first, share) if of_first else torch.lerp(first, second, share)
-            draw -= probability
+        if not (config.mixup or config.cutmix):
+            return x, y
+        draw = torch.rand(()).item()
+        if draw < config.mixup:  # kornia returns two labels and a share: here of the second, in cutmix of the first
+            x, mixed = self.mixup(x, y)
+            first, second, share = self.labels(mixed)
+            return x, torch.lerp(first, second, share)
+        if draw < config.mixup + config.cutmix:
+            x, mixed = self.cutmix(x, y)
+            first, second, share = self.labels(mixed)
+            return x, torch.lerp(second, first, share)
         return x, y
+
+    def labels(self, mixed):
+        """Two labels as (n, classes) probabilities, and a share (n, 1)."""
+        first, second, share = mixed.reshape(-1, 3, 1).unbind(1)  # (n, 1) each
+        one_hot = lambda labels: F.one_hot(labels[:, 0].long(), self.classes).float()
+        return one_hot(first), one_hot(second), share
