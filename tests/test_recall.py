@@ -309,6 +309,7 @@ def test_a_run_and_its_records(tmp_path, capsys):
     config, log = record(tmp_path / "a", "config"), read_log(tmp_path / "a", "eval")
     assert [e["step"] for e in log] == [5, 10, 15, 20, 24]
     assert [e["lr"] for e in read_log(tmp_path / "a", "train")] == [0.005] * 2  # steps 20 and 24, of the second epoch
+    assert result["tokens"] == 24 * 50 * 16
     assert config["config"]["max_iters"] == result["steps"] == 24 and config["derived"]["steps_per_epoch"] == 12
     assert log[-1]["accuracy"] == result["accuracy"] and 0 <= result["accuracy"] <= 1 and not result["reached"]
     assert result["state_size"] == 2 * 16 + 73 * 17 and [b["pairs"] for b in result["by_pairs"]] == [2, 4]
@@ -477,12 +478,8 @@ def test_the_report_of_a_sweep_and_of_its_record(swept, tmp_path):
         assert max(r["accuracy"] for r in results) == max(point["rates"].values())
         assert point["accuracy"] in [row["accuracy"] for r in results for row in r["by_pairs"] if row["pairs"] == 2]
         assert set(point["rates"]) == {0.01, 0.001} and point["seeds"] == [1] and point["epochs"] == 1
-    (tmp_path / "y").mkdir()
-    again = report.write(paths["json"], tmp_path / "y/x")  # from the file alone
-    assert set(paths) == {"json", "md", "html", "png"} == {*again, "json"}
-    assert all(again[kind].read_bytes() == paths[kind].read_bytes() for kind in again)
-    assert paths["png"].read_bytes()[:4] == b"\x89PNG" and "| Longhorn |" in paths["md"].read_text()
-    assert "](x.png)" in paths["md"].read_text() and "<td>Longhorn</td>" in paths["html"].read_text()
+    assert paths["png"].read_bytes()[:4] == b"\x89PNG" and "](x.png)" in paths["md"].read_text()
+    assert "<td>Longhorn</td>" in paths["html"].read_text()
 
 
 def edit(path, section=None, **changes):
@@ -493,8 +490,7 @@ def edit(path, section=None, **changes):
 
 @pytest.mark.parametrize("file, section, changes, word", [
     ("result.json", None, {"accuracy": 0.5}, "log.jsonl does not end"),
-    ("result.json", None, {"accuracy": 1.5}, "accuracy is 1.5"), ("result.json", None, {"seconds": 0}, "seconds is 0"),
-    ("result.json", None, {"by_distance": 3}, "damaged"), ("result.json", None, {"by_pairs": []}, "lack"),
+    ("result.json", None, {"accuracy": 1.5}, "accuracy is 1.5"), ("result.json", None, {"by_pairs": []}, "lack"),
     ("config.json", "config", {"learning_rate": 3.0}, "learning_rate is 3.0"),
     ("config.json", "config", {"epochs": 9}, "epochs 9 where most have 1"),
     ("config.json", "config", {"batch_examples": 9}, "batch_examples 9 where most have 50"),
@@ -573,6 +569,8 @@ def test_the_best_rate_and_the_spread_over_seeds(tmp_path):
     assert point["by_distance"] == {"2-3": pytest.approx((0.7 * 10 + 0.6 * 20) / 30)}  # seed 2 has twice the queries
     assert ("| 64 | 4 | 64 | Longhorn | 64.0 (59.0 .. 69.0, 2 seeds) | 0.001 | 0.0001: 99.0, 0.001: 65.0, 0.01: 50.0 | "
             "1.25 | 3 | 640 | 5,000 |") in page_of(runs)
+    (point,) = report.summarise(table_of(tmp_path, [finished(rate=rate) for rate in (1e-2, 1e-3)]))
+    assert point["learning_rate"] == 1e-3  # the smaller of two that are alike
     points = report.summarise(table_of(tmp_path, [*ran, finished("own", 512, 128), finished("own", 512, 64)]))
     report.draw(points, tmp_path / "f.png")  # several lengths and widths
     assert (tmp_path / "f.png").stat().st_size > 10_000 and len(points) == 3

@@ -380,7 +380,7 @@ def test_the_records_of_a_run(whole):
     out, said = whole
     assert "agree to " in said.out and "state left out: LonghornTwoWays keeps none" in said.out
     result, last = record(out), events(out, "eval")[12]
-    assert list(events(out, "eval")) == [5, 10, 12]
+    assert list(events(out, "eval")) == [5, 10, 12] and result["tokens"] == 12 * 64 * 17
     assert {"val_accuracy", "ema_accuracy", "ema_loss"} <= last.keys() and result["val_images"] == 450
     data = images.ImageData(config_of(), torch.device("cpu"))
     assert [len(s.labels) for s in (data.train, data.val)] == [1347, 450] and data.steps_per_epoch == 21
@@ -443,6 +443,7 @@ def test_a_sweep_and_its_report(tmp_path):
     short = [f"--{k}={v}" for k, v in {**SMALL, "self_check": "off", "max_iters": 2}.items() if k != "n_layer"]
     cells = sweep_of_images.cells_of("digits", (1, 2), short)
     assert len({c.name for c in cells}) == len(cells) == 18
+    assert [c.at["n_layer"] for c in cells if c.at["seed"] == 1] == [4, 4, 4, 4, 3, 2, 2, 1, 1]
     sweep_of_images.runner.write_plan(tmp_path, cells, speed={"ViL, separate, 4 layers": 735})
     with mock.patch("runtime.records.code_version", lambda: {"commit": None, "uncommitted_changes": None}):
         for c in (cells[5], cells[4]):  # ViL's second seed, ViT's first
