@@ -21,8 +21,8 @@ its state. Where it runs out, that length is left out, and the record says why.
 
 A lower loss at a longer T says little about a long memory: of a short T's tokens more stand near a beginning, where
 nothing can be known yet. More telling is the loss of the same tokens in the longest T minus their loss when cut at the
-training length, place by place: then no easy stretch of text can look like memory. The norm of the state along the text
-is shown too; by itself it explains no failure: RWKV's grows as DeltaNet's does, and its loss does not rise.
+training length, place by place: then no easy stretch of text can look like memory. The state's norm at both lengths is
+given too; by itself it explains no failure: RWKV's grows as DeltaNet's does, and its loss does not rise.
 
 LLaMA is read a second time with its attention limited to the training length (family swa, the same weights): where that
 holds its loss, it was not the text that had become harder, but positions that training had never shown.
@@ -241,10 +241,8 @@ def summary(losses, T, reference=None):
     """The record of one length from its losses (K, M); reference: (length, losses there) to compare with."""
     K, M = losses.shape
     means = losses.mean(1)
-    by_position = in_bins(losses.reshape(-1, T)).reshape(K, M // T, -1).mean(1)
     row = {"length": T, "sequences": K * (M // T), "tokens": K * M, **with_error("loss", means),
-           "perplexity": float(np.exp(means.mean())), "losses_of_longest_sequences": means.tolist(),
-           "by_position": {"edges": bins(T), **with_error("loss", by_position)}}
+           "perplexity": float(np.exp(means.mean())), "losses_of_longest_sequences": means.tolist()}
     if reference:
         against, before = reference
         by_place = with_error("difference", in_bins(losses) - in_bins(before))
@@ -282,9 +280,8 @@ def measure(lm, rows, lengths, trained, chunk, batch_size):
         print(f"  {T:7}  loss {row['loss']:.4f} +- {row['loss_standard_error']:.4f}, "
               f"perplexity {row['perplexity']:.3f}, {row['tokens_per_second']:,.0f} tokens/s", flush=True)
     # separately, in other pieces: what was measured above is of whole chunks
-    powers = {16 << i for i in range(24)}
-    positions = sorted(p for p in powers | {trained, lengths[-1]} if p <= lengths[-1])
     every = -(-len(rows) // NORM_SEQUENCES)
+    positions = {min(trained, lengths[-1]), lengths[-1]}
     return measured, state_norms(lm, rows[::every], positions, chunk)
 
 
@@ -429,9 +426,13 @@ def costs(groups):
                 "state at the shortest T, MiB per sequence": mib(measured[0]["state_bytes_per_sequence"], 3),
                 "at this T": mib(x["state_bytes_per_sequence"], 3), "peak, MiB": mib(x["peak_bytes"], 0),
                 "tokens/s": f"{x['tokens_per_second']:,.0f}",
-                "RMS of the state at the training length": f"{loud[run.block_size]:.3g}" if loud else "-",
-                "RMS at this T": f"{loud[x['length']]:.3g}" if loud else "-"})
+                "RMS of the state at the training length": rms(loud, run.block_size),
+                "RMS at this T": rms(loud, x["length"])})
     return rows
+
+
+def rms(loud, position):
+    return f"{loud[position]:.3g}" if position in loud else "-"
 
 
 def mib(n_bytes, digits):
@@ -443,8 +444,8 @@ def loudest(state_norms):
     branches = list(state_norms.values())
     if not branches:
         return {}
-    rms = np.array([branch["rms"] for branch in branches], float)
-    return dict(zip(branches[0]["positions"], rms.max(0).tolist(), strict=True))
+    largest = np.array([branch["rms"] for branch in branches], float).max(0)
+    return dict(zip(branches[0]["positions"], largest.tolist(), strict=True))
 
 
 def page(runs, groups, picture):
@@ -478,52 +479,42 @@ def origin(runs, groups):
 # --------------------------------------------------------------------------------------------------------------- figure
 
 def draw(groups, path):
-    """Perplexity against T (Figure 1, right); loss by position; gain from the longer past; RMS of the state."""
+    """Perplexity against T (Figure 1, right), and the gain from the longer past, place by place."""
     first = next(iter(groups.values()))[0]
-    trained = {r.block_size for seeds in groups.values() for r in seeds}
-    with pages.figure(path, 2, 2, 6.5, 4.5) as (figure, axes):
-        length, position, gain, norm = panels = axes.flatten()
+    with pages.figure(path, 1, 2, 6.5, 4.5) as (figure, ((length, gain),)):
         for i, (name, seeds) in enumerate(groups.items()):
             for r in seeds:
                 style = dict(color=f"C{i}", marker="o", ms=3.5, lw=2.4 if r.family == "longhorn" else 1.3)
-                draw_run(panels, r, style, name if r is seeds[0] else None)
-        for axis in panels:
+                draw_run(length, gain, r, style, name if r is seeds[0] else None)
+        for axis in (length, gain):
             axis.set_xscale("log", base=2)
-            axis.set_xlabel("position in the longest sequence")
-            for T in trained:
+            for T in {r.block_size for seeds in groups.values() for r in seeds}:
                 axis.axvline(T, color="black", ls="--", lw=0.9)
             axis.xaxis.set_major_formatter("{x:.6g}")
-        for axis in (length, norm):
-            if np.isfinite(axis.yaxis.get_minpos()):  # attention has no state to show, and losses may be NaN
-                axis.set_yscale("log")
-                axis.yaxis.set_major_formatter("{x:.6g}")
-        if length.get_yscale() == "log":
-            length.yaxis.set_minor_formatter("{x:.6g}")  # there is room
+        if np.isfinite(length.yaxis.get_minpos()):  # losses may be NaN
+            length.set_yscale("log")
+            length.yaxis.set_major_formatter("{x:.6g}")
+            length.yaxis.set_minor_formatter("{x:.6g}")
         length.set(xlabel="sequence length T", ylabel="perplexity, with its standard error over sequences")
-        position.set(ylabel="loss (nats per token)")
-        gain.set(ylabel="loss at the longest T minus at the training length")
-        norm.set(ylabel="RMS of the state, largest of the branches")
+        gain.set(xlabel="place in the longest sequence", ylabel="loss at the longest T minus at the training length")
         length.legend(fontsize=8)
         figure.suptitle(f"trained at the dashed length; {in_words(first.text)}; {first.device}, {first.time[:10]}",
                         fontsize=10)
         figure.tight_layout()
 
 
-def draw_run(panels, run, style, name):
+def draw_run(length, gain, run, style, name):
     """The curves of one training run; name: for the legend, if any."""
-    length, position, gain, norm = panels
-    measured, loud = was_read(run), loudest(run.state_norms)
-    norm.plot(list(loud), list(loud.values()), **style)
+    measured = was_read(run)
     if not measured:
         return
     ended = "" if len(measured) == len(run.lengths) else " (memory ended)"
     curve(length, [x["length"] for x in measured], [x["loss"] for x in measured],
           [x["loss_standard_error"] for x in measured], style | {"label": name and name + ended}, np.exp)
-    last = measured[-1]
-    for axis, by, key in (position, last["by_position"], "loss"), (gain, last.get("difference_by_place"), "difference"):
-        if by:
-            middles = [math.sqrt(max(1, low) * high) for low, high in itertools.pairwise(by["edges"])]
-            curve(axis, middles, by[key], by[f"{key}_standard_error"], style)
+    by = measured[-1].get("difference_by_place")
+    if by:
+        middles = [math.sqrt(max(1, low) * high) for low, high in itertools.pairwise(by["edges"])]
+        curve(gain, middles, by["difference"], by["difference_standard_error"], style)
 
 
 def curve(axis, x, y, error, style, shown=np.positive):
@@ -534,7 +525,7 @@ def curve(axis, x, y, error, style, shown=np.positive):
 
 def report(path):
     """Print the page for a file of records, and write it beside the file, with the figure."""
-    paths = pages.report("extrapolation", by_name, page, draw, "perplexity, loss by position, states", path)
+    paths = pages.report("extrapolation", by_name, page, draw, "perplexity, and the gain from the longer past", path)
     print(f"{paths['md'].read_text(encoding='utf-8')}\npicture: {paths['png']}, table: {paths['md']}")
 
 

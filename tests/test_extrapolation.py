@@ -113,9 +113,6 @@ def test_a_planted_loss_that_grows_with_position_is_seen(capsys):
     for row, T in zip(lengths_read, (16, 64, 128), strict=True):
         assert row["loss"] == pytest.approx(1 + 0.01 * (T - 1) / 2, abs=1e-5) and row["tokens"] == 4 * 128
         assert row["perplexity"] == pytest.approx(math.exp(row["loss"])) and row["sequences"] == 4 * 128 // T
-        edges = row["by_position"]["edges"]
-        middles = [(a + b - 1) / 2 for a, b in zip(edges[:-1], edges[1:], strict=True)]
-        assert row["by_position"]["loss"] == pytest.approx([1 + 0.01 * p for p in middles], abs=1e-5)
     last = lengths_read[-1]
     assert "difference" not in lengths_read[0] and last["against"] == 16
     assert last["difference"] == pytest.approx(0.56, abs=1e-5)
@@ -130,7 +127,9 @@ def test_a_loss_that_is_not_finite_is_a_hole_in_the_numbers():
     lengths_read, _ = measure(Planted(height), torch.zeros(3, 65, dtype=torch.long), [16, 64])
     short, long = lengths_read
     assert short["loss"] == pytest.approx(1) and math.isnan(long["loss"]) and math.isnan(long["difference"])
-    assert long["by_position"]["loss"][:6] == pytest.approx([1] * 6) and finite(lengths_read)[1]["loss"] is None
+    by_place = long["difference_by_place"]["difference"]
+    assert by_place[:6] == pytest.approx([0] * 6, abs=1e-6) and math.isnan(by_place[-1])
+    assert finite(lengths_read)[1]["loss"] is None
 
 
 def test_differences_are_paired():
@@ -251,7 +250,7 @@ def test_a_preset_is_trained_read_and_reported(corpus, tmp_path, monkeypatch, ca
     rows = torch.from_numpy(np.stack([val[s:s + 257] for s in (0, 340)]))
     want = token_losses(tiny("llama"), rows[:, :-1], rows[:, 1:]).mean(1)
     assert llama["lengths"][-1]["losses_of_longest_sequences"] == pytest.approx(want, rel=1e-5)
-    assert llama["state_norms"] == {} and longhorn["state_norms"]["0 Longhorn"]["positions"] == [16, 32, 64, 128, 256]
+    assert llama["state_norms"] == {} and longhorn["state_norms"]["0 Longhorn"]["positions"] == [16, 256]
     text = re.sub(" +", " ", out.with_suffix(".md").read_text())
     assert "2 sequences of 256 tokens of corpus, within documents" in text and "NOT all" not in text
     assert out.with_suffix(".png").stat().st_size > 10_000
@@ -273,9 +272,10 @@ def test_a_run_read_again_takes_the_place_of_its_records(corpus, tmp_path, undra
         runs = records.read(out)
         assert runs.run.tolist() == names and [x["length"] for x in runs.lengths[0]] == [16, 32, 64, 128, 256]
         shutil.rmtree(folder)
-    ex.main(["--checkpoint", str(save_run(tmp_path / "other", "gla", corpus)), "--lengths=64,16", f"--out={out}"])
-    runs = records.read(out)
-    assert runs.run.tolist() == ["llama", "other"] and [x["length"] for x in runs.lengths[1]] == [16, 64]
+    ex.main(["--checkpoint", str(save_run(tmp_path / "other", "gla", corpus)), "--lengths=8,4", f"--out={out}"])
+    runs = records.read(out)  # shorter than the training length
+    assert runs.run.tolist() == ["llama", "other"] and [x["length"] for x in runs.lengths[1]] == [4, 8]
+    assert runs.lengths[1][1]["against"] == 4 and runs.state_norms[1]["0 GLA"]["positions"] == [8]
 
 
 def page_of(path, kept):
