@@ -276,7 +276,7 @@ def of_scaling(row, record, evaluations):
     learning rates."""
     tokens = np.array(row["val_document_tokens"], float)
     losses = np.array(row["val_document_losses"], float)
-    if tokens.shape != losses.shape or abs(np.average(losses, weights=tokens) - row["val_loss"]) > 1e-4:
+    if tokens.shape != losses.shape or not abs(np.average(losses, weights=tokens) - row["val_loss"]) <= 1e-4:
         raise BadRecord("its documents' losses do not make up its loss")
     first = slice(len(tokens) // 2 or None)
     identity = record["data"]["identity"]

@@ -43,6 +43,8 @@ STAND_IN = textwrap.dedent(f"""
     (out / "env").write_text(json.dumps(dict(os.environ)))
     if "needs" in settings:
         __import__(settings["needs"])
+    if "quiet" in settings:
+        sys.exit(0)
     if settings.get("fail"):
         print("Traceback ..."); print("out of luck with " + settings["fail"]); sys.exit(3)
     if gate := settings.get("gate"):  # wait for the test, or until asked to stop

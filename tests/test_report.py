@@ -32,6 +32,7 @@ STEPS, BATCH, OTHERS = 1024, 1024, (256, 512)
 CODE, FILES = "ab0d75f4c450", {"train.py": "1" * 12, "model.py": "2" * 12}
 WEIGHTS = [4096, 8192, 2048, 6144, 4096, 2048, 8192, 4096]  # tokens of the eight documents; the first four choose rates
 BEST = 4e-3
+VICTIM = "longhorn_460K_1024steps_lr0.004_seed1003"
 
 
 def make_sweep(folder, models=LAWS, sizes=SIZES, seeds=(1001, 1002, 1003), rates=(2e-3, 4e-3, 8e-3), noise=0.002,
@@ -166,67 +167,93 @@ def cut(path):
     path.write_text(path.read_text().rstrip()[:-20])
 
 
-def replace_by(folder, old, new):
-    shutil.rmtree(folder)
-    shutil.copytree(folder.parent / folder.name.replace(old, new), folder)
-
-
 OTHER_END = '{"event": "eval", "step": 9, "tokens": 9, "seconds": 9, "val_loss": 1.25}\n'
-DAMAGE = {  # how: (what is done to a run's folder, what its reason must say)
-    "result is a list": (lambda f: (f / "result.json").write_text("[1]"), "result.json is damaged"),
-    "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
-    "torn log": (lambda f: cut(f / "log.jsonl"), "does not end with the val_loss"),
-    "log of another end": (lambda f: (f / "log.jsonl").open("a").write(OTHER_END), "does not end with the val_loss"),
-    "NaN loss": (lambda f: change(f / "result.json", val_loss=math.nan), "diverged"),
-    "worse than guessing": (lambda f: change(f / "result.json", val_loss=50.0), "50.0, and guessing's 5.545"),
-    "loss beyond floats": (lambda f: change(f / "result.json", val_loss=10**400), "its loss is 1000"),
-    "not run": (shutil.rmtree, "not run"),
-    "not finished": (lambda f: (f / "result.json").unlink(), "not finished (step 1024)"),
-    "diverged": (lambda f: ((f / "result.json").unlink(), (f / "log.jsonl").open("a").write("".join(
-        f'{{"event": "skipped", "step": {step}, "train_loss": NaN}}\n' for step in range(1025, 1035)))),
-        "it diverged: loss or gradient not finite up to step 1034"),
-    "killed where it may recover": (lambda f: ((f / "result.json").unlink(), (f / "log.jsonl").open("a").write("".join(
-        f'{{"event": "skipped", "step": {step}, "train_loss": NaN}}\n' for step in range(1025, 1034)))),
-        "not finished (step 1033)"),
-    "windows of another length": (lambda f: (
-        change(f / "config.json", config__block_size=512, config__eval_block_size=0),
-        change(f.parent / "plan.json", **{f"cells__{f.name}__context": 512})),
-        "tokens per window 512 where most have 256"),
-    "other code in the result": (lambda f: change(f / "result.json", code="0" * 12), "another run's records: code"),
-    "other code": (other_code, f"other code, beef, than most runs, {CODE}: --accept_code=beef joins it"),
-    "code that changed": (lambda f: change(f / "config.json", code_versions=[CODE, "beef", CODE]),
-                          f"its code changed while it was down: {CODE}, then beef, then {CODE}"),
-    "other weights": (lambda f: change(f / "config.json", config__init_from="out/a"), "not comparable: init_from"),
-    "Muon": (lambda f: change(f / "config.json", config__optimizer="muon"), "optimizer muon where most have adamw"),
-    "another mixture": (lambda f: change(f / "config.json", data__identity={"train": "m1x", "val": "801d"}),
-                        "comparable: train data m1x"),
-    "other data": (lambda f: change(f / "config.json", data__identity__val="ffff"), "comparable: val data ffff"),
-    "other evaluation": (lambda f: change(f / "result.json", val_tokens=7), "not comparable: val_tokens 7"),
-    "other schedule": (lambda f: change(f / "config.json", config__schedule="cosine"), "comparable: schedule"),
-    "other documents": (lambda f: change(f / "result.json", val_document_losses=[9.0] * 8), "do not make up its loss"),
-    "another rate": (lambda f: change(f / "config.json", config__learning_rate=1.0), "another run's records: learning"),
-    "no parameters": (lambda f: change(f / "result.json", parameters=0), "parameters"),
-    "another model's folder": (lambda f: replace_by(f, "longhorn", "mamba"), "another run's records: model"),
-    "another size's folder": (lambda f: replace_by(f, "460K", "130K"), "another run's records: folder"),
-}
-VICTIM = "longhorn_460K_1024steps_lr0.004_seed1003"
+skipped = lambda last: "".join(
+    f'{{"event": "skipped", "step": {step}, "train_loss": NaN}}\n' for step in range(1025, last + 1))
+DAMAGE = [  # file; what is set in it, or its new text, or (a text to append,), or None: it is removed; the reason
+    ("result.json", "[1]", "result.json is damaged"), ("config.json", None, "no config.json"),
+    ("log.jsonl", '{"event": "eval", "step": 1024, "val_lo', "does not end with the val_loss"),
+    ("log.jsonl", (OTHER_END,), "does not end with the val_loss"),
+    ("result.json", {"val_loss": math.nan}, "diverged"),
+    ("result.json", {"val_loss": 50.0}, "50.0, and guessing's 5.545"),
+    ("result.json", {"val_loss": 10**400}, "its loss is 1000"), ("result.json", None, "not finished (step 1024)"),
+    ("result.json", {"code": "0" * 12}, "another run's records: code"),
+    ("config.json", {"code_versions": [CODE, "beef", CODE]},
+     f"its code changed while it was down: {CODE}, then beef, then {CODE}"),
+    ("config.json", {"config__init_from": "out/a"}, "not comparable: init_from"),
+    ("config.json", {"config__optimizer": "muon"}, "optimizer muon where most have adamw"),
+    ("config.json", {"data__identity": {"train": "m1x", "val": "801d"}}, "comparable: train data m1x"),
+    ("config.json", {"data__identity__val": "ffff"}, "comparable: val data ffff"),
+    ("result.json", {"val_tokens": 7}, "not comparable: val_tokens 7"),
+    ("config.json", {"config__schedule": "cosine"}, "comparable: schedule"),
+    ("result.json", {"val_document_losses": [9.0] * 8}, "do not make up its loss"),
+    ("result.json", {"val_document_losses": [math.nan] * 8}, "do not make up its loss"),
+    ("config.json", {"config__learning_rate": 1.0}, "another run's records: learning"),
+    ("result.json", {"parameters": 0}, "parameters"), ("result.json", {"seconds": None}, "seconds"),
+]
 
 
-@pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_run_is_named_and_left_out(tmp_path, how):
+def is_left_out(folder, names, reason):
     """Also of the saved sweep, which keeps the reason where the records cannot be kept."""
-    sizes = {size: SIZES[size] for size in ("130K", "460K")}
-    names = make_sweep(tmp_path, models=("longhorn", "mamba"), sizes=sizes, others=())
-    damage, reason = DAMAGE[how]
-    damage(tmp_path / VICTIM)
-    records.save(tmp_path, tmp_path / "saved.json")
-    for source in (tmp_path, tmp_path / "saved.json"):
+    records.save(folder, folder / "saved.json")
+    for source in (folder, folder / "saved.json"):
         runs = records.read(source)
         reasons = dict(zip(runs.run, runs.left_out, strict=True))
         assert list(reasons) == names and [n for n in names if reasons[n]] == [VICTIM]
         assert reason in reasons[VICTIM] and "\n" not in reasons[VICTIM]
         victim = runs.set_index("run").loc[VICTIM]
         assert victim.seed == 1003 and victim[["val_loss", "tokens", "code"]].isna().all()  # it enters no mean
+    return True
+
+
+SMALL = dict(models=("longhorn", "mamba"), sizes={"130K": 130_000, "460K": 460_000}, others=())
+
+
+@pytest.mark.parametrize("file, damage, reason", DAMAGE)
+def test_a_damaged_run_is_named_and_left_out(tmp_path, file, damage, reason):
+    names = make_sweep(tmp_path, **SMALL)
+    path = tmp_path / VICTIM / file
+    if isinstance(damage, dict):
+        change(path, **damage)
+    elif isinstance(damage, tuple):
+        path.write_text(path.read_text() + damage[0])
+    elif damage:
+        path.write_text(damage)
+    else:
+        path.unlink()
+    assert is_left_out(tmp_path, names, reason)
+
+
+@pytest.mark.parametrize("last, reason", [
+    (1034, "it diverged: loss or gradient not finite up to step 1034"), (1033, "not finished (step 1033)")])
+def test_a_run_has_diverged_once_it_gave_up(tmp_path, last, reason):
+    """After max_bad_steps, 10; one that was killed before may recover."""
+    names = make_sweep(tmp_path, **SMALL)
+    (tmp_path / VICTIM / "result.json").unlink()
+    with open(tmp_path / VICTIM / "log.jsonl", "a") as log:
+        log.write(skipped(last))
+    assert is_left_out(tmp_path, names, reason)
+
+
+@pytest.mark.parametrize("other, reason", [
+    (None, "not run"), (VICTIM.replace("longhorn", "mamba"), "another run's records: model"),
+    (VICTIM.replace("460K", "130K"), "another run's records: folder")])
+def test_a_folder_that_is_not_there_or_anothers(tmp_path, other, reason):
+    names = make_sweep(tmp_path, **SMALL)
+    shutil.rmtree(tmp_path / VICTIM)
+    if other:
+        shutil.copytree(tmp_path / other, tmp_path / VICTIM)
+    assert is_left_out(tmp_path, names, reason)
+
+
+def test_a_run_of_other_code_or_other_windows_is_left_out(tmp_path):
+    names = make_sweep(tmp_path, **SMALL)
+    other_code(tmp_path / VICTIM)
+    assert is_left_out(tmp_path, names, f"other code, beef, than most runs, {CODE}: --accept_code=beef joins it")
+    other_code(tmp_path / VICTIM, CODE, FILES)
+    change(tmp_path / VICTIM / "config.json", config__block_size=512, config__eval_block_size=0)
+    change(tmp_path / "plan.json", **{f"cells__{VICTIM}__context": 512})
+    assert is_left_out(tmp_path, names, "tokens per window 512 where most have 256")
 
 
 @pytest.mark.parametrize("text", [
@@ -490,15 +517,71 @@ def test_decided_is_after_holm_over_all_pairs(whole):
         assert ("not decided" in sentence) >= (d["low"] * d["high"] > 0 and x["p_holm"] >= 0.05)
 
 
-def test_wall_time_is_the_time_in_which_a_run_was_under_way(told):
-    """Two runs beside each other count once, and a break between two commands does not count."""
+def test_hours_count_processes_and_what_a_branch_trained_itself(told):
+    """Two runs beside each other count once in the time under way, and a break between two commands does not count."""
     def damage(folder, names):
+        plan = json.loads((folder / "plan.json").read_text())
         for i, name in enumerate(names):
-            change(folder / name / "result.json", seconds=1800.0)
-            change(folder / name / "config.json", time=f"2026-11-20T{2 * (i // 2):02}:00:00+00:00")
+            change(folder / name / "result.json", seconds=1800.0, processes=3)
+            change(folder / name / "config.json", time=f"2026-11-{20 + i // 6}T{2 * (i // 2):02}:00:00+00:00")
+        plan["cells"][names[0]]["from"] = 384  # of 512 steps: a quarter of its time is its own
+        (folder / "plan.json").write_text(json.dumps(plan))
     numbers, text = told(damage, sizes={"460K": 460_000}, seeds=(1001, 1002), rates=(2e-3, 4e-3, 8e-3), others=())
     assert numbers["runs_used"] == 11 and numbers["cost"]["wall"] == pytest.approx(6 * 0.5)
-    assert numbers["cost"]["hours"]["CPU hours"] == pytest.approx(11 * 0.5) and "under way for 3.0 h" in text
+    assert numbers["cost"]["hours"]["CPU hours"] == pytest.approx(3 * (10 * 0.5 + 0.125))
+    assert "took 15.38 CPU hours" in text and "under way for 3.0 h" in text
+    assert "runs begun: 2026-11-20 to 2026-11-21" in text and "AMD EPYC, 3 process(es)" in text
+
+
+def test_flops_and_seconds_are_the_tokens_times_the_cost_of_each_familys_token(told):
+    """Longhorn's token costs three times the FLOPs of Mamba's, and a quarter of the time."""
+    def damage(folder, names):
+        for name in names:
+            path = folder / name / "result.json"
+            result = json.loads(path.read_text())
+            if result["model"] == "longhorn":
+                change(path, flops=3 * result["flops"], seconds=result["tokens"] / 8000)
+            else:
+                change(path, seconds=result["tokens"] / 2000)
+    numbers, text = told(damage, sizes={"460K": 460_000})
+    p = pair_of(numbers, "mamba", "460K")
+    assert p["flops"]["value"] == pytest.approx(3 * p["tokens"]["value"])
+    assert p["seconds"]["value"] == pytest.approx(p["tokens"]["value"] / 4)
+    assert [round(c["tokens_per_second"]) for c in numbers["table"]] == [8000, 2000] and "| 8,000 |" in text
+
+
+@pytest.mark.parametrize("others, steps", [((256, 2048), 1024), ((256, 512), 1024)])
+def test_compared_is_the_budget_with_most_seeds_not_the_longest(told, others, steps):
+    """All three seeds were run at 1024 steps, two at the others."""
+    numbers, text = told(sizes={"460K": 460_000}, others=others)
+    assert [c["tokens"] for c in numbers["table"]] == [steps * BATCH] * 2
+    p = pair_of(numbers, "mamba", "460K")
+    assert p["seeds"] == [3, 3] and p["tokens_each"] == steps * BATCH
+    assert p["difference"]["mean"] == pytest.approx(numbers["table"][0]["mean_loss"] - numbers["table"][1]["mean_loss"])
+    assert "Loss after 1.05M tokens, 460K" in text
+
+
+def test_of_budgets_with_equal_seeds_the_longer_is_compared(told):
+    numbers, _ = told(sizes={"460K": 460_000}, seeds=(1001, 1002), others=(256, 3000))
+    assert [c["tokens"] for c in numbers["table"]] == [3000 * BATCH] * 2
+
+
+@pytest.mark.parametrize("n, text", [(1_485_888, "1.49M"), (999_499, "999K"), (999_500, "1M"), (950, "950"),
+                                     (2.5e9, "2.5B"), (31e12, "31T"), (1023, "1.02K")])
+def test_numbers_have_three_digits_and_a_unit(n, text):
+    assert pages.human(n) == text
+
+
+def test_what_the_papers_table_is_worth_in_tokens(told):
+    """By Epoch's law, solved here without a derivative: the tokens at which the loss is Longhorn's gap lower."""
+    _, text = told(sizes={"460K": 460_000})
+    times = []
+    for mamba, longhorn, tokens in (3.238, 3.225, 2.5e9), (3.231, 3.192, 2.5e9), (2.902, 2.888, 7e9), (
+            2.868, 2.859, 7e9):
+        per_e_fold = (2085.4 / tokens**0.3658 - 2085.4 / (1.001 * tokens) ** 0.3658) / math.log(1.001)
+        times.append(math.exp((mamba - longhorn) / per_e_fold))
+    assert f"this is worth {min(times):.2f} to {max(times):.2f} times the tokens" in text
+    assert "Longhorn ends 0.009 to 0.039 nats below Mamba" in text
 
 
 # -------------------------------------------------------------------------------------------------- what cannot be told

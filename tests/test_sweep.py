@@ -12,6 +12,9 @@ import platform
 import shutil
 import signal
 import sys
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,10 +37,6 @@ def stand_in(tmp_path):
     return str(path)
 
 
-
-
-
-
 def run(cells, folder, script, jobs=2, nproc=1, gpus=()):
     folder.mkdir(exist_ok=True)
     with contextlib.closing(engines.open_engine("", "", folder, jobs, nproc, gpus)) as engine:
@@ -46,29 +45,49 @@ def run(cells, folder, script, jobs=2, nproc=1, gpus=()):
 
 def test_it_runs_what_is_not_finished_and_reports_failures(tmp_path, stand_in, capsys):
     folder = tmp_path / "sweep"
-    cells = [Cell("a", []), Cell("bad", ["--fail=b"]), Cell("c", []), Cell("done", [])]
+    cells = [Cell("bad", ["--fail=b"]), Cell("quiet", ["--quiet=1"]), Cell("a", []), Cell("done", [])]
     (folder / "done").mkdir(parents=True)
     (folder / "done" / "result.json").write_text('{"steps": 1}')
-    (folder / "a.claim-3").write_text('{"host": "of a version before", "pid": 1}')
-    failed = run(cells, folder, stand_in)
-    assert list(failed) == ["bad"] and "out of luck with b (exit 3" in failed["bad"]
-    assert [is_finished(folder / c.name) for c in cells] == [True, False, True, True]
+    failed = run(cells, folder, stand_in, jobs=1)
+    assert list(failed) == ["bad", "quiet"] and "out of luck with b (exit 3" in failed["bad"]
+    assert "stopped before its end" in failed["quiet"]  # with exit code 0
+    assert [is_finished(folder / c.name) for c in cells] == [False, False, True, True]
     assert not (folder / "done" / "notes").exists()
     printed = capsys.readouterr().out
-    assert "3 of 4 cells to run, 2 at a time" in printed and "bad: FAILED" in printed and "val_loss 1.0000" in printed
-    assert "0 queued, 0 running, 3 done, 1 failed, about 0 s left" in printed
-    cells[1].argv = []
-    assert run(cells, folder, stand_in) == {}  # the failure again
+    assert "3 of 4 cells to run, 1 at a time" in printed and "bad: FAILED" in printed and "val_loss 1.0000" in printed
+    assert "0 queued, 0 running, 2 done, 2 failed" in printed and "2 of 4 cells are finished" in printed
+    cells[0].argv = cells[1].argv = []
+    assert run(cells, folder, stand_in) == {}  # the failures again
     assert cell_events(folder, "bad").count("started") == 2 and cell_events(folder, "a").count("started") == 1
 
 
-def test_so_many_at_a_time(tmp_path, stand_in):
+def test_so_many_at_a_time(tmp_path, stand_in, monkeypatch):
+    """Eight cores among three cells are two threads each."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(engines, "cores", lambda: 8)
     cells = [Cell(f"c{i}", ["--together=3"]) for i in range(5)]
     assert run(cells, tmp_path, stand_in, jobs=3) == {}
     spans = [(float(n[0][1]), float(n[-1][1])) for n in (notes(tmp_path, c.name) for c in cells)]
     assert max(sum(began <= t < ended for began, ended in spans) for t, _ in spans) == 3
-    threads = json.loads((tmp_path / "c0" / "env").read_text())["OMP_NUM_THREADS"]
-    assert threads == os.environ.get("OMP_NUM_THREADS", str(max(1, runner.cores() // 3)))
+    threads = [json.loads((tmp_path / c.name / "env").read_text())["OMP_NUM_THREADS"] for c in cells]
+    assert threads == ["2"] * 5
+
+
+@pytest.mark.parametrize("jobs, nproc, gpus, per_gpu, at_a_time", [
+    (0, 1, 0, 1, 6), (4, 1, 0, 1, 4), (0, 2, 0, 1, 1), (0, 1, 3, 4, 12), (5, 1, 3, 4, 5), (0, 2, 3, 1, 1)])
+def test_how_many_cells_run_beside_each_other(monkeypatch, jobs, nproc, gpus, per_gpu, at_a_time):
+    """One per core, the preset's number per GPU, or one over several processes."""
+    monkeypatch.setattr(runner, "cores", lambda: 6)
+    monkeypatch.setattr(runner, "visible_gpus", lambda: list(range(gpus)))
+    args = SimpleNamespace(jobs=jobs, cluster="", cluster_args="")
+    where = f"{gpus} GPU(s)" if gpus else "6 CPU core(s)"
+    assert runner.placement(args, nproc, per_gpu) == (at_a_time, list(range(gpus)), where)
+
+
+@pytest.mark.parametrize("seconds, words", [(599, "599 s"), (600, "10 min"), (5970, "100 min"), (6000, "1.7 h"),
+                                            (3.6e7, "10,000.0 h")])
+def test_durations_in_words(seconds, words):
+    assert runner.hours(seconds) == words
 
 
 def test_a_cell_waits_for_the_one_it_branches_from(tmp_path, stand_in):
@@ -234,11 +253,15 @@ def test_the_paper_preset_is_the_papers():
         (m, s) for m in sweep.FAMILIES for s in ("120M", "350M", "120M at 4096", "350M at 4096")}
 
 
-@pytest.mark.parametrize("name", ["duel", "laptop", "gpu"])
-def test_runs_of_a_preset_differ_in_nothing_else(name):
+@pytest.mark.parametrize("name, search, seed, cosine, warmup", [
+    ("duel", 2 * (4 + 3) * 4, 2 * 2 * 16 * 3, 2, 26), ("laptop", 6 * 2 * 4, 6 * (5 + 3) * 3, 2, 26),
+    ("gpu", 6 * 2 * 3, 6 * (4 + 2) * 3, 2, 23), ("night", 9 * 2 * 2 * 4, 9 * (4 + 4 + 3) * 2 + 9 * 3 * 2, 3, 51)])
+def test_runs_of_a_preset_differ_in_nothing_else(name, search, seed, cosine, warmup):
+    """Counts by hand: families x seeds x rates, families x seeds x budgets; of night's longest budget two seeds."""
     preset = chosen(*(["duel", "longhorn", "mamba"] if name == "duel" else [name]))
     cells = every_cell(preset)
     assert len({c.name for c in cells}) == len(cells)
+    assert Counter(c.at["stage"] for c in cells) == {"search": search, "seed": seed, "cosine": cosine}
     kinds, chose, reported = set(), set(), set()
     for c in cells:
         config = sweep.load(c.argv)
@@ -246,14 +269,46 @@ def test_runs_of_a_preset_differ_in_nothing_else(name):
         kinds.add((*common, config.dataset, config.block_size))
         assert config.schedule == ("cosine" if c.at["stage"] == "cosine" else "wsd")
         assert (config.model, config.seed, config.max_iters) == (c.at["model"], c.at["seed"], c.at["steps"])
+        assert config.warmup_iters == warmup  # 5% of the search's steps
         (chose if c.at["stage"] == "search" else reported).add(config.seed)
     assert len(kinds) == 1, "settings that must not differ within a sweep"
-    assert chose and not chose & reported
+    assert min(chose) == 1 and min(reported) == 1001 and not chose & reported
     by_family_and_size = {(c.at["model"], c.at["size"]): c for c in cells}.values()
     sweep.estimate(by_family_and_size)
     for size in preset.sizes:  # the families are of a size
         counts = [c.at["parameters"] for c in by_family_and_size if c.at["size"] == size]
-        assert len(counts) == len(preset.models) and max(counts) / min(counts) < 1.12, (size, counts)
+        assert len(counts) == len(preset.models) and max(counts) / min(counts) < 1.13, (size, counts)
+
+
+def test_the_first_rates_are_a_factor_of_2_apart():
+    """Around .36 / width at the smallest size, .5 / width on a GPU, rounded to three digits."""
+    duel, gpu = sweep.PRESETS["duel"], sweep.PRESETS["gpu"]
+    assert sweep.first_rates(duel, duel.rate_times_width / 128) == [9.94e-4, 1.99e-3, 3.98e-3, 7.95e-3]
+    assert sweep.first_rates(gpu, gpu.rate_times_width / 256) == [9.77e-4, 1.95e-3, 3.91e-3]
+
+
+def test_the_numbers_of_a_plan_at_budgets_that_do_not_divide(capsys):
+    """333 and 101 steps of 1,024 tokens: a fifth is the decay, a branch is trained from where it leaves its trunk."""
+    preset = chosen("duel", "longhorn", "mamba", "--sizes=460K", "--steps=333", "--budgets=101", "--seeds=1")
+    trunk, branch = sweep.seed_cells(preset, "longhorn", "460K", 2e-3, 1001, {333, 101})
+    assert "--keep_steps=81,266" in trunk.argv and branch.at["from"] == 81
+    (search, *_) = sweep.search_cells(preset, "longhorn", "460K", [2e-3])
+    assert search.at["steps"] == 166
+    cells = [trunk, branch]
+    sweep.estimate(cells)
+    assert [c.at["tokens"] for c in cells] == [333 * 1024, 101 * 1024]
+    trained = [333 * 1024, (101 - 81) * 1024]
+    per_token = [c.at["flops"] / n for c, n in zip(cells, trained, strict=True)]
+    parameters = trunk.at["parameters"]
+    assert per_token[0] == per_token[1] and 5.5 * parameters < per_token[0] < 9 * parameters  # 6 N, and the states
+    seconds = [8 + 3.9e-5 * n + 1.12e-11 * c.at["flops"] for c, n in zip(cells, trained, strict=True)]
+    assert [c.seconds for c in cells] == pytest.approx(seconds)
+    trunk.seconds, branch.seconds = 9000, 3000
+    sweep.print_plan(cells, jobs=3, nproc=1, where="6 CPU core(s)")
+    head, *lines, total, about = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["longhorn", "460K", "256", "467K", "341K", "1", "seed"] and "103K" in lines[1]
+    assert total == f"2 runs, {trunk.at['flops'] + branch.at['flops']:.2g} FLOPs on 6 CPU core(s), 3 at a time"
+    assert about.startswith("about 67 min on cores")
 
 
 def test_a_plan_counts_the_vocabulary_of_the_dataset(tmp_path):
@@ -325,30 +380,38 @@ def test_further_budgets_branch_from_a_run_that_has_begun(tmp_path):
     assert branch.after == trunk.name and branch.at["from"] == 560 and not lost.after and lost.at["from"] == 0
 
 
-def test_command_line_choices():
-    preset = chosen("laptop", "longhorn", "gla", "--sizes=460K", "--seeds=2", "--steps=512", "--budgets=128,256",
-                    "--wandb=offline")
-    size = preset.sizes["460K"]
-    assert (preset.models, size.seeds, size.steps, size.others) == (("longhorn", "gla"), 2, 512, (128, 256))
-    cells = sweep.search_cells(preset, "gla", "460K", [1e-3, 2e-3])
-    assert [c.at["learning_rate"] for c in cells] == [1e-3, 2e-3] * 2
-    assert all("--wandb=offline" in c.argv for c in cells)
-    sized = chosen("laptop", "longhorn", "--sizes=1.5M", "--sizes=250K:n_embd=96")
-    assert list(sized.sizes) == ["1.5M", "250K"] and sized.sizes["1.5M"].search == 2  # it has none before it
-    assert sweep.load(sweep.base_arguments(sized, "longhorn", "250K")).n_embd == 96
-    hybrid = chosen("duel", "longhorn", "longhorn*3,llama", "longhorn@again")
-    cells = [c for c in every_cell(hybrid) if c.at["size"] == "1.5M" and c.at["stage"] == "seed"]
-    seeds = {m: {c.at["seed"] for c in cells if c.at["model"] == m} for m in hybrid.models}
-    assert not seeds["longhorn"] & seeds["longhorn@again"] and len(seeds["longhorn@again"]) == len(seeds["longhorn"])
-    patterns = {sweep.load(c.argv).pattern for c in cells if c.at["model"] == "longhorn*3,llama"}
-    assert patterns == {"longhorn*3,llama"} and all("*" not in c.name and "," not in c.name for c in cells)
-    steps = ("deltanet", "deltanet@step=implicit", "deltanet@step=implicit,normalize_keys=false")
-    cells = every_cell(chosen("laptop", *steps))
-    configs = {m: [sweep.load(c.argv) for c in cells if c.at["model"] == m] for m in steps}
-    assert [{(c.model, c.step, c.normalize_keys) for c in configs[m]} for m in steps] == [
-        {("deltanet", "explicit", True)}, {("deltanet", "implicit", True)}, {("deltanet", "implicit", False)}]
-    assert len({c.name for c in cells}) == len(cells)
-    assert len({frozenset(c.seed for c in configs[m]) for m in steps}) == 1  # the same tokens in the same order
+SMALL = sweep.Size(("--n_layer=2", "--n_head=2", "--n_embd=128"), 1024, (256, 512), seeds=5, search=2)
+LARGE = sweep.PRESETS["laptop"].sizes["1.5M"]
+
+
+@pytest.mark.parametrize("argv, sizes", [
+    ("--sizes=460K --seeds=2 --steps=512 --budgets=128,256",
+     {"460K": replace(SMALL, steps=512, others=(128, 256), seeds=2)}),
+    ("--sizes=1.5M --search=4", {"1.5M": replace(LARGE, search=4)}),
+    ("--sizes=1.5M --sizes=250K:n_embd=96", {  # the smallest has a search, as there is none before it
+        "1.5M": replace(LARGE, search=2), "250K": replace(SMALL, argv=("--n_embd=96",))})])
+def test_command_line_choices(argv, sizes):
+    assert chosen("laptop", "longhorn", *argv.split()).sizes == sizes
+
+
+def test_families_of_a_sweep_share_seeds_unless_a_word_says_otherwise():
+    """A word gives other seeds, a setting the same; patterns are families. Settings for every run reach every run."""
+    steps = "deltanet", "deltanet@step=implicit", "deltanet@step=implicit,normalize_keys=false"
+    preset = chosen("duel", "longhorn*3,llama", "longhorn@again", *steps, "--wandb=offline", "--seeds=2",
+                    "--budgets=512")
+    cells = [c for c in every_cell(preset) if c.at["size"] == "1.5M" and c.at["stage"] == "seed"]
+    assert len({c.name for c in cells}) == len(cells) and all("*" not in c.name and "," not in c.name for c in cells)
+    found = {}
+    for c in cells:
+        config = sweep.load(c.argv)
+        assert config.wandb == "offline"
+        found.setdefault(c.at["model"], set()).add((config.pattern, config.step, config.normalize_keys, config.seed))
+    both = lambda *settings, first=1001: {(*settings, first), (*settings, first + 1)}
+    assert found == {
+        "longhorn*3,llama": both("longhorn*3,llama", "explicit", True),
+        "longhorn@again": both("", "explicit", True, first=2001),
+        steps[0]: both("", "explicit", True), steps[1]: both("", "implicit", True),
+        steps[2]: both("", "implicit", False)}
 
 
 def test_gpus_that_are_not_there_are_refused(monkeypatch):
@@ -385,7 +448,7 @@ def pretend(monkeypatch):
                 raise BadRecord("not run")
             if loss(at) is None:
                 raise BadRecord("its loss is None: it diverged")
-            return {"loss_of_choosing_files": loss(at), "val_loss": loss(at) + 9}
+            return {"loss_of_choosing_files": loss(at), "val_loss": -loss(at)}
         monkeypatch.setattr(runner, "run_cells", run_cells)
         monkeypatch.setattr(sweep, "read_run", read_run)
         monkeypatch.setattr(sweep, "check_data", lambda *_: None)
