@@ -3,6 +3,7 @@
 import errno
 import functools
 import io
+import json
 import math
 import os
 import pickle
@@ -58,6 +59,10 @@ def test_dtypes_and_shapes_round_trip(tmp_path, dtype):
     save(tmp_path / "c", {**tensors, "odd": torch.ones(3, dtype=torch.uint8)}, {})
     loaded = load(tmp_path / "c")[0]
     assert all(same(loaded[name], t) for name, t in tensors.items())
+    content = (tmp_path / "c").read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    for name, entry in json.loads(content[8:start]).items():  # each lies at a multiple of its elements' size
+        assert name == "__metadata__" or (start + entry["data_offsets"][0]) % loaded[name].element_size() == 0
 
 
 def test_views_ties_and_parameters_are_saved_as_copies(tmp_path):
