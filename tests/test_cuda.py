@@ -285,6 +285,11 @@ def test_the_compiled_convolution_fits_seven_blocks(tmp_path):
     assert max(registers.values()) <= 72
 
 
+def test_two_blocks_need_twice_their_shared_memory_and_a_kilobyte_each():
+    twice = 2 * (launch.backward_bytes("longhorn", *PAIRS) + 1024)
+    assert [launch.blocks_at_once("longhorn", PAIRS, room) for room in (twice, twice - 1)] == [2, 1]
+
+
 @pytest.mark.parametrize("room", (228 << 10, 164 << 10, 100 << 10))
 @pytest.mark.parametrize("update", launch.UPDATES)
 def test_a_chosen_layout_can_be_launched(update, room):
@@ -433,7 +438,8 @@ def test_shape_of_the_state():
                                   (16, 4096, PAIRS, 1),  # 192 blocks for 132 multiprocessors
                                   (8, 4096, PAIRS, 4),  # 96 blocks: 2.9 per multiprocessor, where three fit
                                   (1, 65536, PAIRS, 33),  # one long sequence: 12 blocks
-                                  (1, 1024, (4, 4), 8), (1, 200, (4, 4), 1)):  # short: over lanes
+                                  (1, 1024, (4, 4), 8), (1, 200, (4, 4), 1),  # short: over lanes
+                                  (16, 200, (4, 4), 1), (22, 200, PAIRS, 1)):  # 1.5 and 2 blocks per multiprocessor
         assert choice(H200, "longhorn", BF16, B, T, 1536, 16)[:2] == (shape, segments)
 
 
