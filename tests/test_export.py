@@ -562,6 +562,10 @@ def test_what_cannot_be_read_back_gets_no_name(times, refusal, tmp_path, monkeyp
     assert sorted(os.listdir(tmp_path)) == (["run"] if refusal else ["hf", "run"])
 
 
+def test_a_width_keeps_the_usual_multiple_where_it_can():
+    assert [export.mlp_multiple(hidden, 160) for hidden in (512, 450)] == [256, 450]
+
+
 def test_the_tokens_of_the_check_are_those_of_every_version():
     assert export.random_tokens(256, 5).tolist() == [[172, 47, 117, 192, 67]]
 
@@ -741,7 +745,8 @@ def test_rows_of_unequal_length_are_read_as_if_alone(family, settings, code):
             assert torch.equal(got[:, -4:], torch.stack(written)), (side, use_cache)
     for dtype in (torch.bfloat16, torch.float16):
         half, logits = in_code(code, lm.to(dtype)).to(dtype), lm(rows[0][None])[0]
-        assert logits.dtype == dtype and torch.equal(half(rows[0][None]).logits, logits) and logits.isfinite().all()
+        read = half(rows[0][None]).logits
+        assert read.dtype == dtype and torch.equal(read, logits) and logits.isfinite().all()
         assert half.generate(ids, attention_mask=mask, max_new_tokens=2, **GREEDY).shape == (3, ids.shape[1] + 2)
     if family == "longhorn,llama":
         beams = model.generate(ids, attention_mask=mask, max_new_tokens=4, num_beams=2, **GREEDY)
