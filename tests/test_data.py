@@ -649,6 +649,7 @@ def test_any_files_become_shards(small_units, tmp_path, kind, shuffle):
     assert whole.train[:].tolist() == expected["train"] and whole.val[:].tolist() == expected["val"]
     assert [split["documents"] for split in splits] == [ids.count(text.eot_token) for ids in expected.values()]
     assert sum(split["bytes"] for split in splits) == len("".join(texts).encode())
+    assert [split["max_token"] for split in splits] == [max(ids) for ids in expected.values()]
 
 
 @pytest.mark.parametrize("words", ["über ", "🙂", "x", " "])
