@@ -29,6 +29,7 @@ import subprocess
 import tempfile
 import textwrap
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 from common.errors import ConfigError  # noqa: E402
-from experiments import compare, pages, records, sweep  # noqa: E402  # noqa: E402
+from experiments import compare, pages, records, sweep  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
 from runtime.records import NO_TRACE, BadRecord, cpu_model, is_finished, read_log, write_json  # noqa: E402
 
@@ -81,114 +82,149 @@ def snapshot(out, commit=None):
     return folder, files
 
 
-PROBE = """  # run in a snapshot with a config file and settings: prints what this version trains
-import hashlib, json, pathlib, sys, timeit, torch, configurator, train
-from inspection import counting
-plain, config = (configurator.load(train.TrainConfig, argv) for argv in (sys.argv[1:2], sys.argv[1:-1]))
-meta = pathlib.Path(sys.argv[-1], config.dataset.split(":")[0], "meta.json")  # of a mixture's first part
-vocab = json.loads(meta.read_text())["vocab_size"] if meta.exists() else 256
-config.vocab_size = config.vocab_size or -(-vocab // 64) * 64
-train.seed_all(1)
-model = train.build_model(config, "cpu")
-width = plain.n_embd / config.n_embd if "--learning_rate" not in {a.split("=")[0] for a in sys.argv[2:-1]} else 1
-idx = torch.randint(config.vocab_size, (config.micro_batch_size, config.block_size))
-times = [0] if torch.cuda.is_available() else timeit.repeat(lambda: model(idx, idx)[1].backward(), repeat=4, number=1)
-print(json.dumps({"learning_rate": float(f"{config.learning_rate * width:.3g}"), "dataset": config.dataset,
-    "batch_tokens": config.batch_tokens, "eval_block_size": config.eval_block_size or config.block_size,
-    "s/token": min(times) / idx.numel(), "state": counting.state_size(model),
-    "parameters": counting.parameter_count(model)["total"], "FLOPs per token": counting.flops_per_token(model)["total"],
-    "draws": {name: [p.numel(), hashlib.sha256(p.detach().float().numpy().tobytes()).hexdigest()]
-              for name, p in model.named_parameters()}}))
-"""
+PROBE = REPO / "experiments" / "edit_probe.py"
 
 
 class Comparison:
     """Two versions {name: snapshot}, HEAD's first, trained with the settings argv in cells of the sweep in folder."""
 
     def __init__(self, versions, argv, steps, folder):
-        (self.head, self.edit), self.versions, self.steps, self.folder = versions, versions, steps, folder
-        self.rows, self.probes, self.argv, self.key, self.facts = {}, {}, {}, {}, {}
+        self.head, self.edit = versions
+        self.versions = versions
+        self.steps = steps
+        self.folder = folder
+        self.rows = {}  # name of a cell: its row of results
+        self.probes = {}  # name of a version: what edit_probe.py says of it
+        self.argv = {}
+        self.key = {}  # name of a version: of its code and settings, for the names of cells
+        self.facts = {}  # what all runs must have alike
         for name, root in versions.items():
-            command = [sys.executable, "-c", PROBE, *argv, REPO / "data"]  # where the vocabulary is
-            ran = subprocess.run(command, cwd=root, capture_output=True, text=True)
-            if ran.returncode:
-                raise ConfigError(f"{name} does not start: {(ran.stderr.strip() or 'no output').splitlines()[-1]}")
-            about = self.probes[name] = json.loads(ran.stdout.splitlines()[-1])
+            self.probes[name] = about = probe(name, root, argv)
             self.argv[name] = [str(root / argv[0]), *argv[1:], f"--dataset={data_path(about['dataset'])}", "--min_lr=0",
                                "--schedule=wsd", "--decay_iters=-1", f"--warmup_iters={max(1, steps // 40)}",
                                f"--learning_rate={about['learning_rate']:g}"]
             settings = repr([self.argv[name], steps, os.environ.get("OMP_NUM_THREADS")]).encode()
             self.key[name] = f"{root.name}-{hashlib.sha256(settings).hexdigest()[:8]}"
         for key in ("dataset", "batch_tokens", "eval_block_size"):  # or they would not see or be judged by the same
-            if (one := self.probes[self.head][key]) != (other := self.probes[self.edit][key]):
+            one, other = self.probes[self.head][key], self.probes[self.edit][key]
+            if one != other:
                 raise ConfigError(f"{key} is {one} in {self.head} and {other} in the edit: give one for both with "
                                   f"--{key.replace('dataset', 'data')}=...")
 
     def cell(self, name, seed, part=1):
         """A run of 1/part of the budget; a shorter one branches from the whole one before its decay."""
-        steps, begins = self.steps // part, lambda steps: steps - max(1, round(0.2 * steps))
-        whole, argv = f"{self.key[name]}_seed{seed}", [*self.argv[name], f"--max_iters={steps}", f"--seed={seed}"]
-        argv += ["--self_check=off"] * (seed > 1 or part > 1)  # the first pair's runs check this code
-        if branch := part > 1:
-            argv.append(f"--branch={self.folder.resolve()}/{whole}@{begins(steps)}")
+        steps = self.steps // part
+        whole = f"{self.key[name]}_seed{seed}"
+        argv = [*self.argv[name], f"--max_iters={steps}", f"--seed={seed}"]
+        if seed > 1 or part > 1:
+            argv.append("--self_check=off")  # the first pair's runs check this code
+        if part > 1:
+            argv.append(f"--branch={self.folder.resolve()}/{whole}@{decay_begins(steps)}")
         elif name == self.head and seed <= CURVE_PAIRS:
-            argv.append(f"--keep_steps={begins(self.steps // 4)},{begins(self.steps // 2)}")
+            argv.append(f"--keep_steps={decay_begins(self.steps // 4)},{decay_begins(self.steps // 2)}")
         at = {"stage": "edit", "version": self.key[name], "against": self.key[self.head], "steps": steps, "seed": seed}
-        return runner.Cell(whole + f"_1of{part}" * branch, argv, at, after=whole * branch, root=self.versions[name])
+        if part > 1:
+            return runner.Cell(f"{whole}_1of{part}", argv, at, after=whole, root=self.versions[name])
+        return runner.Cell(whole, argv, at, root=self.versions[name])
 
     def run(self, engine, first, most):
         """Run the next pairs, as many as fill the engine; returns their seeds. BadRecord: the edit diverges."""
-        seeds, cells = [], []
-        while not seeds or len(seeds) < most and sum(
-                not is_finished(self.folder / c.name) for c in cells) < min(engine.jobs, 64):
-            seeds.append(first + len(seeds))
-            cells += [self.cell(name, seeds[-1]) for name in (self.head, self.edit)]
-            cells += [self.cell(self.head, seeds[-1], part) for part in (4, 2) if seeds[-1] <= CURVE_PAIRS]
+        seeds, cells, unfinished = [], [], 0
+        while not seeds or len(seeds) < most and unfinished < min(engine.jobs, 64):
+            seed = first + len(seeds)
+            seeds.append(seed)
+            cells += [self.cell(name, seed) for name in (self.head, self.edit)]
+            if seed <= CURVE_PAIRS:
+                cells += [self.cell(self.head, seed, part) for part in (4, 2)]
+            unfinished = sum(not is_finished(self.folder / c.name) for c in cells)
         runner.write_plan(self.folder, cells)
         with open(self.folder / "runs.txt", "a") as f, contextlib.redirect_stdout(f), contextlib.redirect_stderr(f):
             failed = runner.run_cells(cells, self.folder, engine)
         for cell in cells:
-            name = self.head if cell.at["version"] == self.key[self.head] else self.edit
-            try:
-                if cell.name in failed:
-                    raise BadRecord(failed[cell.name])
-                self.rows[cell.name] = row = records.read_run(self.folder / cell.name, cell.at)
-            except BadRecord as error:
-                words = str(error).replace(str(self.folder), "")  # whose name may say anything
-                diverged = "it diverged" in words or "loss or gradient not finite" in words
-                if diverged and name == self.edit:
-                    raise BadRecord(f"worse: it diverges with seed {cell.at['seed']} ({error})") from None
-                raise ConfigError(f"{name} {'diverges' if diverged else 'does not run'}: {error}") from None
-            for key, value in {**row["same"]["data"], "dtype": row["dtype"], "torch": row["torch"]}.items():
-                if value != (before := self.facts.setdefault(key, value)):
-                    raise ConfigError(f"{key} of {name}: {value}, where runs before have {before}: make it alike for "
-                                      "both versions, or choose another --out")
+            self.read(cell, failed)
         return seeds
+
+    def read(self, cell, failed):
+        """Keep the row of a cell that has run. Raises BadRecord if the edit diverges, ConfigError if a run failed or
+        is not like those before."""
+        name = self.head if cell.at["version"] == self.key[self.head] else self.edit
+        try:
+            if cell.name in failed:
+                raise BadRecord(failed[cell.name])
+            row = records.read_run(self.folder / cell.name, cell.at)
+        except BadRecord as error:
+            words = str(error).replace(str(self.folder), "")  # whose name may say anything
+            diverged = "it diverged" in words or "loss or gradient not finite" in words
+            if diverged and name == self.edit:
+                raise BadRecord(f"worse: it diverges with seed {cell.at['seed']} ({error})") from None
+            raise ConfigError(f"{name} {'diverges' if diverged else 'does not run'}: {error}") from None
+        self.rows[cell.name] = row
+        for key, value in {**row["same"]["data"], "dtype": row["dtype"], "torch": row["torch"]}.items():
+            before = self.facts.setdefault(key, value)
+            if value != before:
+                raise ConfigError(f"{key} of {name}: {value}, where runs before have {before}: make it alike for "
+                                  "both versions, or choose another --out")
 
     def row(self, name, seed, part=1):
         return self.rows[self.cell(name, seed, part).name]
 
+    def column(self, name, key, n):
+        """This of the first n runs of a version."""
+        return np.array([self.row(name, seed)[key] for seed in range(1, n + 1)])
+
+    def identical(self):
+        """True if the first pair's validation losses are the same to the bit, document by document."""
+        head, edit = (self.row(name, 1)["val_document_losses"] for name in (self.head, self.edit))
+        return np.array_equal(head, edit)
+
     def results(self, n):
         """(differences (n,), curves (k, 2)) for `compare.decide`, of the first n pairs."""
-        loss = lambda *run: self.row(*run)["val_loss"]
-        curves = [[loss(self.head, seed, part) - loss(self.head, seed) for part in (4, 2)]
-                  for seed in range(1, min(n, CURVE_PAIRS) + 1)]
-        return np.array([loss(self.edit, s) - loss(self.head, s) for s in range(1, n + 1)]), np.array(curves)
+        differences = self.column(self.edit, "val_loss", n) - self.column(self.head, "val_loss", n)
+        curves = []
+        for seed in range(1, min(n, CURVE_PAIRS) + 1):
+            whole = self.row(self.head, seed)["val_loss"]
+            curves.append([self.row(self.head, seed, part)["val_loss"] - whole for part in (4, 2)])
+        return differences, np.array(curves)
 
     def notes(self, n):
         """Lines: what differs beside the loss by more than 1%, and whether the pairs share their draws."""
-        head, edit, lines = self.probes[self.head], self.probes[self.edit], []
-        number = lambda x: f"{x:,.0f}" if x >= 100 else f"{x:g}"
+        head, edit = self.probes[self.head], self.probes[self.edit]
         for about, name in (head, self.head), (edit, self.edit):
-            speeds = [self.row(name, s)["tokens_per_second"] for s in range(1, n + 1)] or [0]
+            speeds = self.column(name, "tokens_per_second", n) if n else [0]
             about |= {"tokens/s": np.mean(speeds), "noise": np.std(speeds)}
+        lines = []
         for key in ("parameters", "FLOPs per token", "state", "tokens/s", "learning_rate"):
-            if abs(edit[key] - head[key]) > max(0.01 * head[key], head["noise"] * (key == "tokens/s")):
-                lines.append(f"{key} {number(edit[key])}, {self.head} {number(head[key])}"
-                             + ": better per token is not better per second" * (key != "learning_rate"))
+            least = 0.01 * head[key]
+            if key == "tokens/s":
+                least = max(least, head["noise"])
+            if abs(edit[key] - head[key]) > least:
+                line = f"{key} {number(edit[key])}, {self.head} {number(head[key])}"
+                if key != "learning_rate":
+                    line += ": better per token is not better per second"
+                lines.append(line)
         other = sum(draw[0] for name, draw in edit["draws"].items() if draw != head["draws"].get(name))
-        return lines + [f"{other / edit['parameters']:.1%} of the edit's parameters start from other values than "
-                        f"{self.head}'s, so the pairs share less noise"] * bool(other)
+        if other:
+            lines.append(f"{other / edit['parameters']:.1%} of the edit's parameters start from other values than "
+                         f"{self.head}'s, so the pairs share less noise")
+        return lines
+
+
+def probe(name, root, argv):
+    """What a version trains with these arguments. Raises ConfigError with its last words if it does not start."""
+    command = [sys.executable, str(PROBE), *argv, str(REPO / "data")]  # where the vocabulary is
+    ran = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    if ran.returncode:
+        raise ConfigError(f"{name} does not start: {(ran.stderr.strip() or 'no output').splitlines()[-1]}")
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def decay_begins(steps):
+    """The step at which a run of so many begins its decay to 0: after four fifths."""
+    return steps - max(1, round(0.2 * steps))
+
+
+def number(x):
+    return f"{x:,.0f}" if x >= 100 else f"{x:g}"
 
 
 def data_path(dataset):
@@ -202,54 +238,125 @@ def data_path(dataset):
     return ",".join(parts)
 
 
+class Budget:
+    """Pairs or minutes of a comparison. When each pair ended stands in a file, so a restart goes on where it was."""
+
+    def __init__(self, path, pairs, minutes):
+        self.path, self.pairs, self.minutes = path, pairs, minutes
+        self.ends, self.plans = [], []  # minutes after which each pair ended; budgets that were asked for
+        if path.exists():
+            self.ends, self.plans = json.loads(path.read_text()).values()
+        self.fractions = []  # of the budget, at each look
+        self.began = time.monotonic() - 60 * max(self.ends, default=0)
+
+    def spent(self):
+        return (time.monotonic() - self.began) / 60
+
+    def left(self, n):
+        """Minutes until the end, after n pairs."""
+        left = self.spent() / n * (self.pairs - n) if self.pairs else self.minutes - self.spent()
+        return max(0, left)
+
+    def most(self, n):
+        """How many pairs may run next, after n: those that ran before a restart come first."""
+        if self.pairs:
+            return self.pairs - n
+        return len(self.ends) - n or 32
+
+    def ended(self, last):
+        """Pairs up to seed `last` have ended, evenly since the one before."""
+        new = max(1, last - len(self.ends) + 1)
+        self.ends += np.linspace(max(self.ends, default=0), self.spent(), new)[1:].tolist()
+
+    def look(self, n):
+        """Note the look at n pairs, and the fraction of the budget that they took."""
+        plan = f"{self.pairs} pairs" if self.pairs else f"{self.minutes:g} minutes"
+        if n > 1 and plan not in self.plans:
+            self.plans.append(plan)
+        write_json(self.path, {"minutes": self.ends, "plans": self.plans})
+        fraction = n / self.pairs if self.pairs else self.ends[n - 1] / self.minutes
+        self.fractions.append(min(1, fraction))
+
+
+@dataclass
+class Decision:
+    """What a look says: compare.decide's verdict, ratio of tokens with its ends (logarithms), nats, half-width."""
+
+    verdict: str = "undecided"
+    interval: tuple = ()
+    nats: float = 0.0
+    half: float = 0.0
+    sentence: str = ""  # of a comparison that needs no interval
+
+    def times(self, head):
+        return "{:.2f} ({:.2f} .. {:.2f}) times the tokens of {}".format(*np.exp(self.interval), head)
+
+
+def decide(c, n, bound, args):
+    """The Decision after n pairs."""
+    if n == 1:
+        return Decision("same", sentence="identical runs: the edit changes no bit") if c.identical() else Decision()
+    verdict, *interval, nats, half = (x.item() for x in compare.decide(*c.results(n), bound, args.margin, args.alpha))
+    return Decision(verdict, interval, nats, half)
+
+
 def compare_versions(c, args, minutes, engine, say, looks):
     """Run pairs until they decide: the numbers of edit.json about this size. looks: file of when each ended."""
-    plan = f"{args.pairs} pairs" if args.pairs else f"{minutes:g} minutes"
-    ends, plans = json.loads(looks.read_text()).values() if looks.exists() else ([], [])
-    began, n, verdict, sentence, done = time.monotonic() - 60 * max(ends, default=0), 0, "undecided", "", False
-    spent, limits = lambda: (time.monotonic() - began) / 60, compare.bounds(fractions := [], *args.error)
+    budget = Budget(looks, args.pairs, minutes)
+    limits = compare.bounds(budget.fractions, *args.error)
+    n = 0
+    decision = Decision()
+    done = False
     try:
         while not done:
-            seeds = c.run(engine, n + 1, args.pairs - n if args.pairs else len(ends) - n or 32)
-            ends += np.linspace(max(ends, default=0), spent(), max(1, seeds[-1] - len(ends) + 1))[1:].tolist()
+            seeds = c.run(engine, n + 1, budget.most(n))
+            budget.ended(seeds[-1])
             for n in seeds:
-                plans += [plan] * (n > 1 and plan not in plans)
-                write_json(looks, {"minutes": ends, "plans": plans})
-                fractions.append(min(1, n / args.pairs if args.pairs else ends[n - 1] / minutes))
-                bound = next(limits)
-                if n == 1 and np.array_equal(*(c.row(name, 1)["val_document_losses"] for name in (c.head, c.edit))):
-                    verdict, sentence = "same", "identical runs: the edit changes no bit"
-                elif n > 1:
-                    decided = compare.decide(*c.results(n), bound, args.margin, args.alpha)
-                    verdict, *interval, mean, half = (x.item() for x in decided)
-                    times = "{:.2f} ({:.2f} .. {:.2f}) times the tokens of {}".format(*np.exp(interval), c.head)
-                    left = f"{max(0, spent() / n * (args.pairs - n) if args.pairs else minutes - spent()):.0f} minutes"
-                    say(f"pair {n}: {'too early' if interval[2] - interval[1] > 2 else 'needs ' + times}; {left} left")
-                if done := fractions[-1] == 1 or sentence or verdict != "undecided" and n >= FEWEST and not args.pairs:
+                budget.look(n)
+                decision = decide(c, n, next(limits), args)
+                if n > 1:
+                    too_early = decision.interval[2] - decision.interval[1] > 2
+                    words = "too early" if too_early else "needs " + decision.times(c.head)
+                    say(f"pair {n}: {words}; {budget.left(n):.0f} minutes left")
+                clear = decision.verdict != "undecided" and n >= FEWEST and not args.pairs
+                done = budget.fractions[-1] == 1 or bool(decision.sentence) or clear
+                if done:
                     break
     except BadRecord as error:
-        verdict, sentence = "worse", str(error)
+        decision = Decision("worse", sentence=str(error))
     except KeyboardInterrupt:
         args.stopped = True
-    numbers, notes = {"verdict": verdict, "pairs": n, "minutes": spent()}, c.notes(n)
-    if n > 1 and not sentence:
-        words = {"better": "better,", "worse": "worse,", "same": f"no difference of more than {args.margin:.1%}:",
-                 "undecided": f"{'stopped' if args.stopped else 'undecided'} after {spent():.0f} minutes:"}[verdict]
-        sentence = f"{words} needs {times} ({n} + {n} runs, {spent():.0f} minutes)"
-        differences, curves = c.results(n)
-        of = lambda name, key: np.array([c.row(name, seed)[key] for seed in range(1, n + 1)])
-        edit, head = ([of(name, key) for key in ("val_loss", "val_document_losses")] for name in (c.edit, c.head))
-        d = compare.difference(edit[1], head[1], c.row(c.head, 1)["val_document_tokens"], paired=True)  # 95%
-        texts = [np.exp(compare.log_tokens(x, curves.mean(0))).item() for x in (d.low, d.high)]
-        numbers |= {"interval": np.exp(interval).tolist(), "nats": mean, "nats_half_width": half, "over_texts": texts,
-                    "losses": [head[0].tolist(), edit[0].tolist()], "curves": curves.tolist()}
-        if len(plans) > 1:
-            notes.append(f"planned {', '.join(plans)}: false verdicts with probability {len(plans) * args.alpha:g}")
-        notes += [f"the losses of pairs correlate by {np.corrcoef(head[0], edit[0])[0, 1]:.2f}: without pairs "
-                  f"{(head[0].var() + edit[0].var()) / max(differences.var(), 1e-12):.1f} times as many runs",
-                  f"loss {mean:+.4f} +- {half:.4f} nats per token, both at their config's learning rate",
-                  f"on these held-out files; over other texts too: {texts[0]:.2f} .. {texts[1]:.2f}"]
-    return numbers | {"notes": notes, "sentence": sentence or f"undecided: too few pairs ({n}); rerun, or ask for more"}
+    numbers = {"verdict": decision.verdict, "pairs": n, "minutes": budget.spent(), "notes": c.notes(n)}
+    if decision.sentence:
+        return numbers | {"sentence": decision.sentence}
+    if n < 2:
+        return numbers | {"sentence": f"undecided: too few pairs ({n}); rerun, or ask for more"}
+    return describe(c, args, n, decision, budget, numbers)
+
+
+def describe(c, args, n, decision, budget, numbers):
+    """`numbers`, with the sentence, the losses, and notes about how far the verdict reaches."""
+    minutes = f"{budget.spent():.0f} minutes"
+    words = {"better": "better,", "worse": "worse,", "same": f"no difference of more than {args.margin:.1%}:",
+             "undecided": f"{'stopped' if args.stopped else 'undecided'} after {minutes}:"}[decision.verdict]
+    sentence = f"{words} needs {decision.times(c.head)} ({n} + {n} runs, {minutes})"
+    differences, curves = c.results(n)
+    head, edit = (c.column(name, "val_loss", n) for name in (c.head, c.edit))
+    head_texts, edit_texts = (c.column(name, "val_document_losses", n) for name in (c.head, c.edit))
+    d = compare.difference(edit_texts, head_texts, c.row(c.head, 1)["val_document_tokens"], paired=True)  # 95%
+    texts = [np.exp(compare.log_tokens(x, curves.mean(0))).item() for x in (d.low, d.high)]
+    notes = numbers["notes"]
+    if len(budget.plans) > 1:
+        notes.append(f"planned {', '.join(budget.plans)}: false verdicts with probability "
+                     f"{len(budget.plans) * args.alpha:g}")
+    without_pairs = (head.var() + edit.var()) / max(differences.var(), 1e-12)
+    notes += [f"the losses of pairs correlate by {np.corrcoef(head, edit)[0, 1]:.2f}: without pairs "
+              f"{without_pairs:.1f} times as many runs",
+              f"loss {decision.nats:+.4f} +- {decision.half:.4f} nats per token, both at their config's learning rate",
+              f"on these held-out files; over other texts too: {texts[0]:.2f} .. {texts[1]:.2f}"]
+    return numbers | {"interval": np.exp(decision.interval).tolist(), "nats": decision.nats,
+                      "nats_half_width": decision.half, "over_texts": texts, "losses": [head.tolist(), edit.tolist()],
+                      "curves": curves.tolist(), "sentence": sentence}
 
 
 def write_page(out, numbers, comparisons):
@@ -299,78 +406,137 @@ def parser():
     return p
 
 
-def run(args, extra):
-    """Compare the versions; returns the exit code. Raises ConfigError."""
+def check(args):
+    """Raises ConfigError for an option out of its range."""
     for key, low, high in (("steps", 8, 2**31), ("minutes", 0.01, 1e6), ("pairs", 0, 10**6), ("margin", 1e-4, 1),
                            ("alpha", 1e-3, 0.5)):
         if not low <= getattr(args, key) <= high:
             raise ConfigError(f"--{key}={getattr(args, key)}: from {low:g} to {high:g}")
     if not SIZES.keys() >= {*args.sizes}:
         raise ConfigError(f"--sizes={','.join(args.sizes)}: choose of {', '.join(SIZES)}")
+
+
+def changes(head, edit, head_files, edit_files):
+    """(names of the files that differ, lines of their diff). Raises ConfigError if none does, or an edit would be
+    judged by another measure."""
+    changed = sorted({name for name, _ in head_files.items() ^ edit_files.items()})
+    if not changed:
+        raise ConfigError("no file that training reads differs: save your edit, or give --against=COMMIT")
+    judge = [name for name in changed if name.startswith("evaluation/") or Path(name).parent == Path("data")]
+    if judge:
+        raise ConfigError(f"{', '.join(judge)} differs: evaluation, loader and tokenizer are no part of an edit")
+    diff = []
+    for name in changed:
+        texts = [(root / name).read_text(errors="replace").splitlines() if (root / name).exists() else []
+                 for root in (head, edit)]
+        diff += difflib.unified_diff(*texts, name, name, lineterm="")
+    return changed, diff
+
+
+def summary(changed, diff):
+    """The files that differ and how many lines came and went, in words."""
+    names = ", ".join(changed[:9])
+    if len(changed) > 9:
+        names += ", ..."
+    came, went = (sum(line[:1] == sign != line[1:2] for line in diff) for sign in "+-")
+    return f"{names}, {came} lines +, {went} lines -"
+
+
+def run(args, extra):
+    """Compare the versions; returns the exit code. Raises ConfigError."""
+    check(args)
     config = os.path.relpath((REPO / args.config).resolve(), REPO)
     if config.startswith(".."):
         raise ConfigError(f"{args.config} is not in {REPO}, so both versions would have the same: copy it there")
     args.error = args.alpha, 8 if args.pairs else 2  # for compare.bounds: --pairs run to the end, and spend it there
-    say, code, began = lambda line: args.quiet or print(line, flush=True), args.out / "code", time.strftime("%H:%M")
+    code = args.out / "code"
+    began = time.strftime("%H:%M")
+
+    def say(line):
+        if not args.quiet:
+            print(line, flush=True)
+
     commit = git("rev-parse", "--verify", f"{args.against}^{{commit}}", otherwise=f"--against={args.against}: there is "
                  f"no such commit in {REPO}, or no git").decode().strip()
     if args.out.is_relative_to(REPO):  # or a snapshot would have the snapshots before
         git("check-ignore", "-q", code, otherwise=f"--out={args.out}: git does not ignore it; choose a folder in out/")
-    (head, head_files), (edit, edit_files) = snapshot(code, commit), snapshot(code)
-    changed, folder = sorted({name for name, _ in head_files.items() ^ edit_files.items()}), args.out / head.name
-    if not changed:
-        raise ConfigError("no file that training reads differs: save your edit, or give --against=COMMIT")
-    judge = [name for name in changed if name.startswith("evaluation/") or Path(name).parent == Path("data")]
-    if not (head / "experiments" / "edit.py").exists():  # older ones all evaluate alike
-        judge = git("diff", "--name-only", "HEAD", "--", "evaluation", ":(glob)data/*.py").decode().split()
-    if judge:
-        raise ConfigError(f"{', '.join(judge)} differs: evaluation, loader and tokenizer are no part of an edit")
-    (out := folder / f"edit-{edit.name}").mkdir(parents=True, exist_ok=True)
-    text = lambda root, name: (root / name).read_text(errors="replace").splitlines() if (root / name).exists() else []
-    diff = [line for name in changed
-            for line in difflib.unified_diff(text(head, name), text(edit, name), name, name, lineterm="")]
+    head, head_files = snapshot(code, commit)
+    edit, edit_files = snapshot(code)
+    changed, diff = changes(head, edit, head_files, edit_files)
+    folder = args.out / head.name
+    out = folder / f"edit-{edit.name}"
+    out.mkdir(parents=True, exist_ok=True)
     (out / "edit.diff").write_text("\n".join(diff))
-    say(f"the working tree at {began} against {args.against} ({commit[:10]}): "
-        + ", ".join(changed[:9] + ["..."] * (len(changed) > 9)) + ", "
-        + ", ".join(f"{sum(line[:1] == sign != line[1:2] for line in diff)} lines {sign}" for sign in "+-"))
-    os.environ |= {"CUDA_VISIBLE_DEVICES": args.gpus} if args.gpus else {}
-    jobs, gpus, where = runner.placement(args)
-    if not args.cluster:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, runner.cores() // jobs)))
-    os.environ.setdefault("LONGHORN_BUILD_DIR", str(REPO / "build"))  # libraries are named by their content
-    comparisons, sizes, minutes = [], {}, args.minutes / len(args.sizes)
-    settings = [*sweep.PRESETS["duel"].args, "--log_interval=8", "--eval_tokens=655360", "--final_eval_tokens=655360",
-                *extra, *([f"--dataset={data_path(args.data)}"] if args.data else [])]  # 655,360: all of pystdlib
-    with runner.driver(args, folder, jobs, gpus=gpus) as engine:
-        for size in args.sizes:
-            if args.stopped:
-                break
-            argv, versions = [config, *SIZES[size], *settings], {args.against: head, "the edit": edit}
-            comparisons.append(c := Comparison(versions, argv, args.steps, folder))
-            seconds = sum(4 + p["s/token"] * (args.steps * p["batch_tokens"] + 2e5) for p in c.probes.values())
-            n = args.pairs or max(2, int(60 * minutes * (jobs or 1) / seconds))  # 4 s to start; 2e5: the evaluation
-            shown = list(compare.bounds(np.arange(1, n + 1) / n, *args.error))[-1] * USUAL_SD / n**0.5 / USUAL_SLOPE
-            words = f"which tell tokens to +-{shown:.1%} at 460K" if shown < 1 else "too few"
-            say("\n".join([*c.notes(0), f"{size} on {where}" + f": about {n} pairs, {words}" * (not gpus)]))
-            sizes[size] = compare_versions(c, args, minutes, engine, say, out / f"looks-{c.key[c.edit]}.json")
+    say(f"the working tree at {began} against {args.against} ({commit[:10]}): {summary(changed, diff)}")
+    versions = {args.against: head, "the edit": edit}
+    comparisons, sizes, where = compare_sizes(args, extra, config, versions, folder, out, say)
     with contextlib.suppress(ConfigError, OSError):  # the snapshot fails: the numbers come first
         if snapshot(code)[1] != edit_files:
             say(f"the verdict is about the tree at {began}: it has changed since")
-    tried = {at["version"] for name, at in runner.read_plan(folder)["cells"].items()
-             if at["against"] == comparisons[0].key[args.against] != at["version"] and is_finished(folder / name)}
     verdicts = {of_size["verdict"] for of_size in sizes.values()}
     numbers = {"verdict": verdicts.pop() if len(verdicts) == 1 else "undecided", "sizes": sizes, "alpha": args.alpha,
                "against": args.against, "commit": commit, "code": {"head": head.name, "edit": edit.name},
-               "changed": changed, "edits_tried": max(1, len(tried)), "date": time.strftime("%Y-%m-%d"),
-               "machine": f"{cpu_model()}, {where}", "command": sys.argv[1:]}
+               "changed": changed, "edits_tried": edits_tried(folder, comparisons[0].key[args.against]),
+               "date": time.strftime("%Y-%m-%d"), "machine": f"{cpu_model()}, {where}", "command": sys.argv[1:]}
     write_json(out / "edit.json", json.loads(json.dumps(numbers), parse_constant=lambda name: None))  # infinite: null
     with contextlib.suppress(ConfigError):  # a package of the reports is missing; edit.json has the numbers
         records.check_packages()
         write_page(out, numbers, comparisons)
-    say("\n".join([f"records: {out}/", *(line for of_size in sizes.values() for line in of_size["notes"])]))
+    say(f"records: {out}/")
+    for of_size in sizes.values():
+        for line in of_size["notes"]:
+            say(line)
     for size, of_size in sizes.items():
-        print("edit: " + f"{size}: " * (len(sizes) > 1) + of_size["sentence"], flush=True)
+        of = f"{size}: " if len(sizes) > 1 else ""
+        print(f"edit: {of}{of_size['sentence']}", flush=True)
     return CODES[numbers["verdict"]]
+
+
+def compare_sizes(args, extra, config, versions, folder, out, say):
+    """(comparisons, {size: its numbers}, where the runs were, in words), until all sizes are done or the user stops."""
+    if args.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = args.gpus
+    jobs, gpus, where = runner.placement(args)
+    if not args.cluster:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, runner.cores() // jobs)))
+    os.environ.setdefault("LONGHORN_BUILD_DIR", str(REPO / "build"))  # libraries are named by their content
+    settings = [*sweep.PRESETS["duel"].args, "--log_interval=8", "--eval_tokens=655360", "--final_eval_tokens=655360",
+                *extra]  # 655,360: all of pystdlib
+    if args.data:
+        settings.append(f"--dataset={data_path(args.data)}")
+    minutes = args.minutes / len(args.sizes)
+    comparisons, sizes = [], {}
+    with runner.driver(args, folder, jobs, gpus=gpus) as engine:
+        for size in args.sizes:
+            if args.stopped:
+                break
+            c = Comparison(versions, [config, *SIZES[size], *settings], args.steps, folder)
+            comparisons.append(c)
+            for line in c.notes(0):
+                say(line)
+            expected = "" if gpus else f": {expectation(c, args, minutes, jobs or 1)}"
+            say(f"{size} on {where}{expected}")
+            sizes[size] = compare_versions(c, args, minutes, engine, say, out / f"looks-{c.key[c.edit]}.json")
+    return comparisons, sizes, where
+
+
+def expectation(c, args, minutes, jobs):
+    """How many pairs there is time for, and what they usually tell, in words."""
+    seconds = sum(4 + p["s/token"] * (args.steps * p["batch_tokens"] + 2e5) for p in c.probes.values())
+    n = args.pairs or max(2, int(60 * minutes * jobs / seconds))  # 4 s to start; 2e5: the evaluation
+    bound = list(compare.bounds(np.arange(1, n + 1) / n, *args.error))[-1]
+    shown = bound * USUAL_SD / n**0.5 / USUAL_SLOPE
+    words = f"which tell tokens to +-{shown:.1%} at 460K" if shown < 1 else "too few"
+    return f"about {n} pairs, {words}"
+
+
+def edits_tried(folder, key):
+    """How many edits have a finished run against the version with this key."""
+    tried = set()
+    for name, at in runner.read_plan(folder)["cells"].items():
+        if at["against"] == key != at["version"] and is_finished(folder / name):
+            tried.add(at["version"])
+    return max(1, len(tried))
 
 
 def main(argv):

@@ -175,106 +175,150 @@ def run_cells(cells, folder, engine, script="train.py"):
     again if it has saved since it was submitted. Others go on when a cell fails; a later call tries that one again. On
     SIGINT or SIGTERM the cells save and stop, and KeyboardInterrupt is raised; a second signal kills them.
     """
-    folder = Path(folder)
-    waiting = [c for c in cells if not is_finished(folder / c.name)]
-    if not waiting:
+    if all(is_finished(Path(folder) / c.name) for c in cells):
         return {}
-    running, failed, signals, handled, printed, wake = {}, {}, [], 0, set(), threading.Event()
-    work = lambda some: sum(c.seconds or 1.0 for c in some)
-    total, began = work(waiting), time.perf_counter()
-    bar = tqdm(total=len(cells), disable=None, dynamic_ncols=True, bar_format="{percentage:3.0f}% {bar} {postfix}")
+    return Driver(cells, folder, engine, script).run()
 
-    def say(line):
-        if line not in printed:  # the same answer of a cluster, time and again
-            printed.add(line)
+
+def work(cells):
+    """The seconds that cells take, by their estimates; without one a cell counts as a second."""
+    return sum(c.seconds or 1.0 for c in cells)
+
+
+class Driver:
+    """Cells on their way through an engine: waiting, running, then finished or failed."""
+
+    def __init__(self, cells, folder, engine, script):
+        self.cells = cells
+        self.folder = Path(folder)
+        self.engine = engine
+        self.script = script
+        self.waiting = [c for c in cells if not is_finished(self.folder / c.name)]
+        self.running = {}  # name: its job
+        self.failed = {}  # name: reason
+        self.signals = []  # that arrived
+        self.wake = threading.Event()  # set by a signal
+        self.printed = set()
+        self.total = work(self.waiting)
+        self.began = time.perf_counter()
+        self.bar = tqdm(total=len(cells), disable=None, dynamic_ncols=True,
+                        bar_format="{percentage:3.0f}% {bar} {postfix}")
+
+    def run(self):
+        handlers = {number: signal.signal(number, self.signalled) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self.adopt()
+            stops = 0
+            while self.running or self.waiting and not self.signals:
+                self.submit()
+                self.look()
+                if len(self.signals) > stops:
+                    stops = len(self.signals)
+                    self.engine.stop(kill=stops > 1)
+                self.bar.set_postfix_str(self.counts())
+                self.wake.wait(self.engine.poll_seconds)
+                self.wake.clear()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            self.bar.close()
+        if self.signals:
+            raise KeyboardInterrupt(f"{len(self.waiting)} of {len(self.cells)} cells are left; the same command "
+                                    "resumes")
+        print(f"{len(self.cells) - len(self.failed)} of {len(self.cells)} cells are finished", flush=True)
+        return self.failed
+
+    def adopt(self):
+        """Go on with the jobs that an earlier driver submitted."""
+        for name in self.engine.adopt([c.name for c in self.waiting], len(self.cells)):
+            self.watch(next(c for c in self.waiting if c.name == name))
+        at_once = "all at once" if self.engine.jobs == math.inf else f"{self.engine.jobs} at a time"
+        before = f"; {len(self.running)} were submitted before" if self.running else ""
+        self.say(f"{len(self.waiting) + len(self.running)} of {len(self.cells)} cells to run, {at_once}{before}; "
+                 f"records in {self.folder}/")
+
+    def submit(self):
+        """Submit waiting cells until the engine is full, each after the cell that has to end before it."""
+        for cell in list(self.waiting):
+            if self.signals or len(self.running) >= self.engine.jobs:
+                return
+            if cell.after in self.running or cell.after in [c.name for c in self.waiting]:
+                continue
+            command = cell.command(self.folder, self.engine.nproc, self.script)
+            with open(self.folder / f"{cell.name}.txt", "a") as out:
+                print("$", shlex.join(command), file=out)
+            try:
+                self.engine.start(cell.name, command)
+            except ConfigError as error:
+                if not self.running:
+                    raise
+                return self.say(f"no more can be submitted now: {error}")
+            self.watch(cell)
+
+    def watch(self, cell):
+        self.waiting.remove(cell)
+        self.running[cell.name] = SimpleNamespace(cell=cell, state="queued", began=time.time(),
+                                                  saved=saved(self.folder, cell))
+
+    def look(self):
+        """Ask the engine what became of the running cells."""
+        try:
+            states = self.engine.look()
+        except ConfigError as error:
+            return self.say(f"{error}; asking again")
+        for name, (state, retry) in states.items():
+            job = self.running[name]
+            if retry is not None:
+                del self.running[name]
+                self.end(job, state, retry)
+            elif state != job.state:
+                job.state = state
+                job.began = time.time()
+                if state not in ("queued", "running"):
+                    self.say(f"waiting: {state}")
+
+    def end(self, job, state, retry):
+        """A cell has ended: it is finished, waits for another try, or has failed."""
+        cell = job.cell
+        seconds = time.time() - job.began
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self.folder / cell.name)  # or an NFS client may believe for a minute that there is no result
+        if is_finished(self.folder / cell.name):
+            result = read_json(self.folder / cell.name / "result.json")
+            words = next((f"{key} {result[key]:.4f}" for key in ("accuracy", "val_loss") if result.get(key)), "done")
+            self.say(f"{cell.name}: {words}, {seconds:.0f} s ({self.counts()})")
+        elif self.signals:
+            self.waiting.append(cell)
+        elif retry and saved(self.folder, cell) != job.saved:
+            self.waiting.insert(0, cell)
+            self.say(f"{cell.name}: {state} after {seconds:.0f} s: it resumes from its checkpoint")
+        else:
+            self.failed[cell.name] = last_words(self.folder / f"{cell.name}.txt", state)
+            self.say(f"{cell.name}: FAILED: {self.failed[cell.name]}")
+
+    def counts(self):
+        """How many cells are where, and the time left, in words."""
+        running = sum(job.state == "running" for job in self.running.values())
+        queued = len(self.waiting) + len(self.running) - running
+        done = len(self.cells) - len(self.waiting) - len(self.running) - len(self.failed)
+        self.bar.n = done
+        text = f"{queued} queued, {running} running, {done} done, {len(self.failed)} failed"
+        left = work(self.waiting) + work(job.cell for job in self.running.values())
+        if left < self.total:
+            seconds = (time.perf_counter() - self.began) * left / (self.total - left)
+            text += f", about {hours(seconds)} left"
+        return text
+
+    def say(self, line):
+        """Print a line once: a cluster may give the same answer time and again."""
+        if line not in self.printed:
+            self.printed.add(line)
             with tqdm.external_write_mode():
                 print(line, flush=True)
 
-    def counts():
-        left, now = work(waiting) + work(job.cell for job in running.values()), time.perf_counter()
-        n_running = sum(job.state == "running" for job in running.values())
-        bar.n = len(cells) - len(waiting) - len(running) - len(failed)
-        return (f"{len(waiting) + len(running) - n_running} queued, {n_running} running, {bar.n} done, "
-                f"{len(failed)} failed"
-                + (f", about {hours(left * (now - began) / (total - left))} left" if left < total else ""))
-
-    def watch(cell):
-        waiting.remove(cell)
-        running[cell.name] = SimpleNamespace(cell=cell, state="queued", began=time.time(), saved=saved(folder, cell))
-
-    def submit():
-        for cell in list(waiting):
-            if signals or len(running) >= engine.jobs:
-                return
-            if cell.after in running or cell.after in [c.name for c in waiting]:
-                continue
-            command = cell.command(folder, engine.nproc, script)
-            with open(folder / f"{cell.name}.txt", "a") as out:
-                print("$", shlex.join(command), file=out)
-            try:
-                engine.start(cell.name, command)
-            except ConfigError as error:
-                if not running:
-                    raise
-                return say(f"no more can be submitted now: {error}")
-            watch(cell)
-
-    def end(job, state, retry):
-        cell = job.cell
-        with contextlib.suppress(FileNotFoundError):
-            os.utime(folder / cell.name)  # or an NFS client may believe for a minute that there is no result
-        if is_finished(folder / cell.name):
-            result = read_json(folder / cell.name / "result.json")
-            words = next((f"{key} {result[key]:.4f}" for key in ("accuracy", "val_loss") if result.get(key)), "done")
-            say(f"{cell.name}: {words}, {time.time() - job.began:.0f} s ({counts()})")
-        elif signals:
-            waiting.append(cell)
-        elif retry and saved(folder, cell) != job.saved:
-            waiting.insert(0, cell)
-            say(f"{cell.name}: {state} after {time.time() - job.began:.0f} s: it resumes from its checkpoint")
-        else:
-            failed[cell.name] = last_words(folder / f"{cell.name}.txt", state)
-            say(f"{cell.name}: FAILED: {failed[cell.name]}")
-
-    def stop(number, frame):
-        signals.append(number)
-        wake.set()
-
-    handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        for name in engine.adopt([c.name for c in waiting], len(cells)):
-            watch(next(c for c in waiting if c.name == name))
-        say(f"{len(waiting) + len(running)} of {len(cells)} cells to run, "
-            + ("all at once" if engine.jobs == math.inf else f"{engine.jobs} at a time")
-            + f"; {len(running)} were submitted before" * bool(running) + f"; records in {folder}/")
-        while running or waiting and not signals:
-            submit()
-            try:
-                states = engine.look()
-            except ConfigError as error:
-                states = say(f"{error}; asking again") or {}
-            for name, (state, retry) in states.items():
-                job = running[name]
-                if retry is not None:
-                    end(running.pop(name), state, retry)
-                elif state != job.state:
-                    job.state, job.began = state, time.time()
-                    if state not in ("queued", "running"):
-                        say(f"waiting: {state}")
-            if len(signals) > handled:
-                handled = len(signals)
-                engine.stop(kill=handled > 1)
-            bar.set_postfix_str(counts())
-            wake.wait(engine.poll_seconds)
-            wake.clear()
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        bar.close()
-    if signals:
-        raise KeyboardInterrupt(f"{len(waiting)} of {len(cells)} cells are left; the same command resumes")
-    print(f"{len(cells) - len(failed)} of {len(cells)} cells are finished", flush=True)
-    return failed
+    def signalled(self, number, frame):
+        self.signals.append(number)
+        self.wake.set()
 
 
 def saved(folder, cell):
@@ -353,9 +397,6 @@ def run_or_report(prog, args, extra, run, write, sets=(), see=""):
     """
     with main_error(prog):
         for e in extra:
-            if e.split("=")[0] == "--slurm":
-                raise ConfigError("--slurm=16 is now --cluster=slurm --cluster_args=partition=NAME,gpus=1,time=240 "
-                                  "--jobs=16 (time in minutes; any option of sbatch)")
             if args.command == "report" or not e.startswith("--") or "=" not in e:
                 raise ConfigError(f"unknown option {e}: see --help; settings of a run are given as --key=value")
             if e[2:].split("=")[0] in sets:
