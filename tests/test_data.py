@@ -689,7 +689,8 @@ def test_shards_are_read_as_one_file(small_units, tmp_path):
 def test_tokens_go_on_after_kill_9(small_units, tmp_path, monkeypatch):
     """Before the renames of plan.json and of a shard's files; at last with a shard that the disk lost."""
     out, how = tmp_path / "out", {"tokenizer": "bytes", "val_fraction": 0.2, "workers": 2}
-    prepare = functools.partial(any_tokens.prepare, files=[write_jsonl(tmp_path / "a.jsonl", documents(60))], **how)
+    files = [write_jsonl(tmp_path / f"{name}.jsonl", documents(30)) for name in "ab"]
+    prepare = functools.partial(any_tokens.prepare, files=files, **how)
     whole = prepare(tmp_path / "whole")
     run = lambda at: dying(at, lambda: prepare(out), out, events=["os.rename"])[0]
     assert [run(at) for at in (1, 3, 4, 7)] == [-signal.SIGKILL] * 4 and not (out / "meta.json").exists()
