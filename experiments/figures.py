@@ -5,6 +5,8 @@
 Lines are labelled at their ends, in their colours, because nine families in a legend are hard to tell apart.
 """
 
+import math
+
 from experiments import pages
 from experiments.pages import human
 
@@ -27,8 +29,10 @@ def family_order(model):
 
 def panels_of(entries, pairs):
     """({size: [Entry]} with losses, pairs with a multiplier): a panel per size, and one for all pairs."""
-    order = dict.fromkeys(e.size for e in entries if e.losses)
-    sizes = {size: [e for e in entries if e.size == size and e.losses] for size in order}
+    sizes = {}
+    for e in entries:
+        if e.losses:
+            sizes.setdefault(e.size, []).append(e)
     return sizes, [p for p in pairs if p["tokens"]]
 
 
@@ -47,17 +51,20 @@ def in_words(entries, pairs):
 
 def draw(entries, pairs, path, style=None):
     """Plot the panels side by side to a file; `style`: a .mplstyle file applied over pages.STYLE."""
-    other = sorted({e.model for e in entries} - LOOKS.keys())
-    looks = LOOKS | {m: (m, SPARE[i % len(SPARE)], "o") for i, m in enumerate(other)}
+    looks = dict(LOOKS)
+    for i, model in enumerate(sorted({e.model for e in entries} - LOOKS.keys())):
+        looks[model] = model, SPARE[i % len(SPARE)], "o"
     sizes, known = panels_of(entries, pairs)
     count = len(sizes) + bool(known)
     columns = 2 if count == 4 else min(count, 3)
-    rows = -(-count // columns)
-    height = max(3.4, *(0.26 * len(lines) for lines in (*sizes.values(), known)))  # room for labels
+    rows = math.ceil(count / columns)
+    most = max(len(known), *map(len, sizes.values()))
+    height = max(3.4, 0.26 * most)  # room for labels
     with pages.figure(path, rows, columns, 5.2, height, style) as (_, grid):
         for i, axes in enumerate(grid.flat):
-            x, y = i % columns / columns, 1 - (i // columns + 1) / rows
-            axes.set_position([x + 0.13 / columns, y + 0.15 / rows, 0.52 / columns, 0.75 / rows])
+            left = i % columns / columns
+            bottom = 1 - (i // columns + 1) / rows
+            axes.set_position([left + 0.13 / columns, bottom + 0.15 / rows, 0.52 / columns, 0.75 / rows])
         for axes, (size, of_size) in zip(grid.flat, sizes.items(), strict=False):
             draw_losses(axes, size, of_size, looks)
         if known:
@@ -73,7 +80,10 @@ def draw_losses(axes, size, entries, looks):
     for e in sorted(entries, key=lambda e: family_order(e.model)):
         name, colour, marker = looks[e.model]
         losses = e.runs.groupby("tokens").val_loss
-        x, y, band = losses.mean().index.to_numpy(float), losses.mean().to_numpy(), losses.std().fillna(0).to_numpy()
+        mean = losses.mean()
+        x = mean.index.to_numpy(float)
+        y = mean.to_numpy()
+        band = losses.std().fillna(0).to_numpy()
         axes.plot(x, y, color=colour, lw=1.3, marker=marker, ms=5, markeredgecolor="white")
         axes.fill_between(x, y - band, y + band, color=colour, alpha=0.2, lw=0)
         ends.append((x[-1], y[-1], colour, f"{name} {y[-1]:.3f}"))
@@ -100,21 +110,25 @@ def label(axes, ends, inches=0.18):
     from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     low, high = axes.xaxis.get_view_interval()
-    # on a narrow axis LogLocator would give one tick or none
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9) if high / low > 4 else MaxNLocator(5))
+    if high / low > 4:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9))
+    else:  # LogLocator would give one tick or none
+        axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(EngFormatter(sep="") if low > 10 else FuncFormatter(lambda v, _: f"{v:.3g}"))
     axes.xaxis.set_minor_locator(NullLocator())
 
     gap = inches * axes.figure.dpi / axes.get_window_extent().height  # of the axes' height
     ends = sorted(ends, key=lambda end: end[1])
     axes.autoscale_view()  # otherwise the limits are still those of an empty plot
-    heights = axes.transAxes.inverted().transform(axes.transData.transform([end[:2] for end in ends]))[:, 1]
+    places = axes.transData.transform([end[:2] for end in ends])
+    heights = axes.transAxes.inverted().transform(places)[:, 1]
     for i in range(1, len(heights)):
         heights[i] = max(heights[i], heights[i - 1] + gap)
-    for i in range(len(heights))[::-1]:
-        heights[i] = min(heights[i], 1 - (len(heights) - 1 - i) * gap)
+    for i in reversed(range(len(heights))):
+        room_above = (len(heights) - 1 - i) * gap
+        heights[i] = min(heights[i], 1 - room_above)
+    line = dict(arrowstyle="-", lw=0.6, alpha=0.6, shrinkA=1, shrinkB=3, relpos=(0, 0.5))
     for (x, y, colour, name), height in zip(ends, heights, strict=True):
         text = name if len(name) < 26 else f"{name[:16]}...{name[-6:]}"
         axes.annotate(text, (x, y), (1.06, height), "data", "axes fraction", color=colour, va="center", fontsize=8.5,
-                      annotation_clip=False, arrowprops=dict(
-                          arrowstyle="-", color=colour, lw=0.6, alpha=0.6, shrinkA=1, shrinkB=3, relpos=(0, 0.5)))
+                      annotation_clip=False, arrowprops={**line, "color": colour})
