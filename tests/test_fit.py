@@ -248,6 +248,22 @@ def test_the_error_of_the_chosen_rates_is_what_they_cost(correlation):
     assert 0.7 < ratio < (1.4 if correlation == 0 else 2.5)  # what is shared cancels, but for the noise of estimates
 
 
+def test_the_variance_of_rates_is_that_of_a_parabolas_vertex():
+    """One seed per rate: the second moment of c (e_a^2 - e_b^2) is 4 c^2 var(e)^2, here with finite differences."""
+    rates, losses = np.array([1e-3, 2e-3, 4e-3, 8e-3]), np.array([1.62, 1.6, 1.61, 1.7])
+
+    def vertex(y):
+        a, b, _ = np.polyfit(np.log(rates[:3]), y, 2)
+        return -b / (2 * a)
+
+    curvature = np.polyfit(np.log(rates[:3]), losses[:3], 2)[0]
+    slopes = np.array([(vertex(losses[:3] + h) - vertex(losses[:3] - h)) / 2e-6 for h in 1e-6 * np.eye(3)])
+    once = {rate: {1: loss} for rate, loss in zip(rates, losses, strict=True)}
+    variance, df = compare.rate_variance(once, once, (1e-4, 12))
+    assert variance == pytest.approx(4 * (curvature * 1e-4 * slopes @ slopes) ** 2 / (1 + 2 / 12), rel=1e-5)
+    assert df == 12 / 4
+
+
 def test_the_error_of_rates_that_a_search_cannot_tell():
     rng = np.random.default_rng(5)
     inside, edge = (search_of(rng, best, rng.standard_normal((4, 4))) for best in (2.8e-3, 5e-4))
