@@ -103,6 +103,14 @@ def test_tokenizers_of_hugging_face_and_tiktoken(tmp_path):
     assert (Text("char", "a\n\0").eot_token, Text("char", "ab\n").eot_token) == (2, 2)  # the zero before the line feed
 
 
+def test_what_nobody_asked_for(out):
+    """500 tokens after an empty line, at a temperature of 0.8, one sample."""
+    lm, _ = sample.load_model(out)
+    generator = torch.Generator().manual_seed(1337)
+    tokens = sample.generate(lm, torch.tensor([[10]]), 500, temperature=0.8, generator=generator)[0].tolist()
+    assert run(out_dir=out).out == bytes(tokens).decode(errors="replace") + "\n"
+
+
 def test_the_same_seed_says_the_same(out):
     text = lambda **how: run(out_dir=out, prompt="Once", max_new_tokens=40, **how).out
     first = text()

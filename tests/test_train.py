@@ -126,6 +126,28 @@ def whole(data, tmp_path_factory):
 
 # ------------------------------------------------------------------------------------------------------- pure functions
 
+def test_the_default_run_is_the_one_in_its_record():
+    """`make train`'s settings are those of results/longhorn_bpe, whose loss README names, and its size too."""
+    config, ran = configurator.load(TrainConfig, [str(ROOT / "config/longhorn_bpe.py")]), ROOT / "results/longhorn_bpe"
+    settings = record(ran, "config")["config"]
+    same = ("n_layer", "n_embd", "d_state", "block_size", "batch_tokens", "max_iters", "learning_rate", "min_lr",
+            "schedule", "beta2", "eval_block_size", "eval_tokens", "seed", "weight_decay", "grad_clip")
+    assert {name: getattr(config, name) for name in same} == {name: settings[name] for name in same}
+    config.vocab_size = settings["vocab_size"]
+    parameters = counting.parameter_count(train.build_model(config, torch.device("cpu")))["total"]
+    assert parameters == 1_829_952 == record(ran)["parameters"]
+
+
+def test_records_go_to_a_folder_named_after_the_last_config_file(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text("max_iters = 1\n")
+    argv = [argument for argument in arguments(data, "") if "out_dir" not in argument and "max_iters" not in argument]
+    succeed(["one.py", "two.py", *argv])
+    succeed([*argv, "--max_iters=1", "--model=llama"])
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["llama", "two"]
+
+
 def factors(**settings):
     config = TrainConfig(learning_rate=2.0, **settings)
     train.check(config)
