@@ -314,9 +314,7 @@ COUNTED = {  # edit: (what it does to an LM; parameters; forward FLOPs per token
     "a map in a layer": (add_map, 33 * 48, 2 * 32 * 48),
     "two predictions": (predict_two, 33 * 32 + 33 * 64, 2 * 32 * (32 + 64)),
     "a parameter of the model": (lambda lm: setattr(lm, "temperature", nn.Parameter(torch.ones(1))), 1, 0),
-    "an average in buffers": (lambda lm: lm.register_buffer("average", torch.zeros(9)), 0, 0),
     "AveragedModel": (lambda lm: setattr(lm, "average", AveragedModel(lm.layers)), 0, 0),
-    "a frozen copy": (lambda lm: setattr(lm, "average", copy.deepcopy(lm.layers).requires_grad_(False)), 0, 0),
     "a frozen copy of all": (lambda lm: setattr(lm, "average", copy.deepcopy(lm).requires_grad_(False)), 0, 0),
     "a frozen embedding": (lambda lm: lm.embed.requires_grad_(False), 0, 0),
 }
@@ -955,23 +953,18 @@ def test_a_hybrid_is_its_layers(pattern):
     with torch.no_grad():
         logits, state = in_chunks(hybrid, idx, [5, 1, 18])
         close(logits, hybrid(idx)[0])
-        assert numel(state) == 2 * counting.state_size(hybrid, 24)
-        out = sample.generate(hybrid, idx, 4, temperature=0)
-        assert torch.equal(out[:, -1], hybrid(out[:, :-1])[0][:, -1].argmax(-1))
+    assert numel(state) == 2 * counting.state_size(hybrid, 24)
 
 
-@pytest.mark.parametrize("pattern, n_layer, writes", [
-    ("llama", 2, 4), ("longhorn,llama", 8, 16), ("mean,llama", 2, 3), ("mean", 5, 5), ("quad", 2, 8)])
+@pytest.mark.parametrize("pattern, n_layer, writes", [("longhorn,llama", 8, 16), ("mean,llama", 2, 3), ("mean", 5, 5)])
 def test_the_scale_of_residual_writes_follows_the_branches_of_the_model(pattern, n_layer, writes, monkeypatch):
     """GPT-2's 0.02 / sqrt(residual branches), however many a layer has."""
     monkeypatch.setitem(FAMILIES, "mean", [Mean])
-    monkeypatch.setitem(FAMILIES, "quad", [model.Attention, model.SwiGLU, model.Attention, model.SwiGLU])
     lm = LM(config("longhorn", pattern=pattern, n_layer=n_layer, n_embd=64))
     assert lm.config.n_branches == writes == len(lm.branches())
     for name, p in lm.named_parameters():
-        if name.endswith(("out_proj.weight", "w2.weight")):
-            scale = (3 * 128) ** -0.5 if p.shape[1] == 128 else 0.02  # Longhorn's out_proj: uniform, d_inner 128
-            assert p.std().item() == pytest.approx(scale / math.sqrt(writes), rel=0.05), name
+        if name.endswith("w2.weight"):
+            assert p.std().item() == pytest.approx(0.02 / math.sqrt(writes), rel=0.05), name
 
 
 # ----------------------------------------------------------------------------------------------------------- generation
@@ -992,19 +985,14 @@ def test_top_k_and_top_p_cut_the_tail():
     p = torch.tensor([[0.05, 0.4, 0.3, 0.15, 0.1]]).repeat(4000, 1)
     draw = lambda **how: sample.sample_token(p.log(), generator=torch.Generator().manual_seed(0), **how)
     seen = lambda **how: set(draw(**how).tolist())
-    assert seen() == {0, 1, 2, 3, 4}
-    assert seen(top_k=1) == {1} and seen(top_k=3) == {1, 2, 3} and seen(top_k=99) == {0, 1, 2, 3, 4}
-    assert seen(top_p=0.39) == {1} and seen(top_p=0.41) == {1, 2}  # the first that reaches top_p is kept
-    assert seen(top_p=0.86) == {1, 2, 3, 4} and seen(top_p=1e-9) == {1} and seen(top_p=1.0) == {0, 1, 2, 3, 4}
-    assert seen(top_k=3, top_p=0.5) == {1, 2}
+    assert seen() == seen(top_k=99) == seen(top_p=1.0) == {0, 1, 2, 3, 4}
+    assert seen(top_k=1) == seen(top_p=0.39) == seen(temperature=1e-3) == seen(temperature=0, top_k=2) == {1}
+    assert seen(top_k=3) == {1, 2, 3} and seen(top_p=0.86) == {1, 2, 3, 4}
+    assert seen(top_p=0.41) == seen(top_k=3, top_p=0.5) == {1, 2}  # the first that reaches top_p is kept
     assert len(sample.sample_token(torch.zeros(100, 2), top_p=0.5).unique()) == 1  # reached exactly: no more is needed
-    often = torch.bincount(draw(top_k=2), minlength=5) / 4000
-    close(often, torch.tensor([0, 4 / 7, 3 / 7, 0, 0]), 0.03)
-    often = torch.bincount(draw(temperature=0.5), minlength=5) / 4000
-    close(often, (p[0] ** 2 / (p[0] ** 2).sum()), 0.03)
-    assert seen(temperature=1e-3) == {1} and seen(temperature=0, top_k=2) == {1}
-    for temperature in (1e-30, 1e-300):  # down to where float32 has 0: the limit is the most likely token
-        assert seen(temperature=temperature) == seen(temperature=temperature, top_k=2, top_p=0.9) == {1}
+    close(torch.bincount(draw(top_k=2), minlength=5) / 4000, torch.tensor([0, 4 / 7, 3 / 7, 0, 0]), 0.03)
+    close(torch.bincount(draw(temperature=0.5), minlength=5) / 4000, p[0] ** 2 / (p[0] ** 2).sum(), 0.03)
+    assert seen(temperature=1e-300) == {1}  # where float32 has 0: the limit is the most likely token
     for nonsense in ({"temperature": -0.1}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1.1}):
         with pytest.raises(ValueError, match=next(iter(nonsense))):
             draw(**nonsense)
@@ -1013,32 +1001,25 @@ def test_top_k_and_top_p_cut_the_tail():
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 @pytest.mark.parametrize("changes, words", [
-    ({"model": "longhron"}, "unknown model 'longhron': choose one of longhorn, .*"),
-    ({"pattern": "llama,longhron"}, "unknown model 'longhron': choose one of longhorn, .*"),
-    *(({"pattern": pattern}, r"pattern '.*longhorn\*3,llama") for pattern in (
-        ",", "longhorn,", "longhorn*0", "longhorn*-1", "longhorn*x", "longhorn**2", "longhorn llama", "*3",
-        "longhorn*99999")),
-    ({"model": "swa", "window": -1}, "window -1 must be at least 1.*"),
-    ({"model": "deltanet", "step": "midpoint"}, "unknown step 'midpoint'.*"),
-    *(({"model": family, "n_head": n}, f".*n_head {n}.*") for family, n in (
-        ("mamba2", 3), ("gated_deltanet", 32), ("kda", 5))),
-    *(({name: value}, f"{name} {value} must be .*") for name, value in (
-        ("n_embd", 0), ("n_layer", -1), ("vocab_size", 0), ("d_state", 0), ("d_conv", 0), ("dt_rank", -1))),
-    ({"model": "llama", "n_head": 0}, "n_head 0 .*"),
-    ({"model": "llama", "n_head": 3}, "n_embd 32 is not a multiple of n_head 3 times 2: .* that divides 16"),
-    ({"model": "llama", "n_head": 32}, "n_embd 32 .*n_head 32.*"),  # one channel per head has no pair to rotate
-    ({"model": "gla", "n_head": 3}, "n_embd 32 .*n_head 3 .*divides 16"),
-    ({"model": "retnet", "n_head": 32}, "n_embd 32 .*n_head 32 .*divides 16"),
-    ({"model": "rwkv", "n_head": 3}, "n_embd 32 .*n_head 3: .*divides 32"),
-    ({"model": "gla", "mlp_multiple": 0}, "mlp_multiple 0 .*"),
-    ({"backend": "fsued"}, "unknown backend 'fsued': choose one of torch, .*fused, .*"),
-    ({"model": Mean, "documents": "pack"}, r"documents=pack: Mean \(test_model.py\) .*--documents=join.*"),
-    ({"model": "rwkv_released", "documents": "pack"}, "documents=pack: positions .*")], ids=str)
+    ({"model": "longhron"}, "unknown model 'longhron': choose one of longhorn, "),
+    ({"pattern": "llama,longhron"}, "'longhron'"),
+    *(({"pattern": pattern}, "longhorn*3,llama") for pattern in (
+        ",", "longhorn,", "longhorn*0", "longhorn*-1", "longhorn**2", "longhorn llama", "*3", "longhorn*99999")),
+    ({"model": "swa", "window": -1}, "window -1"), ({"model": "deltanet", "step": "midpoint"}, "'midpoint'"),
+    *(({name: value}, f"{name} {value} must be ") for name, value in (
+        ("n_embd", 0), ("n_layer", -1), ("n_layer", 1025), ("vocab_size", 0), ("d_state", 0), ("d_conv", 0),
+        ("dt_rank", -1), ("mlp_multiple", 0), ("n_head", 0))),
+    ({"model": "llama", "n_head": 3}, "n_embd 32 is not a multiple of n_head 3 times 2: choose"),
+    ({"model": "llama", "n_head": 32}, "divides 16"),  # one channel per head has no pair to rotate
+    *(({"model": family, "n_head": 3}, "n_head 3") for family in ("mamba2", "gla", "retnet", "rwkv", "kda")),
+    ({"model": "gated_deltanet", "n_head": 32}, "divides 16"), ({"model": "rwkv", "n_head": 3}, "divides 32"),
+    ({"backend": "fsued"}, "'fsued'"), ({"model": "rwkv_released", "documents": "pack"}, "documents=pack: positions "),
+    ({"model": Mean, "documents": "pack"}, "documents=pack: Mean (test_model.py) ")], ids=str)
 def test_impossible_models_are_refused_in_a_line(changes, words, monkeypatch):
     if isinstance(changes.get("model"), type):
         monkeypatch.setitem(FAMILIES, "own", [changes["model"]])
         changes = {**changes, "model": "own"}
-    with pytest.raises(ValueError, match=rf"^{words}\Z"):
+    with pytest.raises(ValueError, match=rf"^[^\n]*{re.escape(words)}[^\n]*\Z"):
         LM(config(**{"family": "longhorn", **{"family" if n == "model" else n: v for n, v in changes.items()}}))
 
 
