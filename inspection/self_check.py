@@ -67,7 +67,7 @@ TORCH = "edit both, or train with --backend=torch, which runs plain PyTorch ever
 LOGITS = "edit both, or --loss_from_logits=true, which trains on the loss of the logits (at more memory)"
 STATE = "edit both paths, or what is sampled is not what was trained"
 MODES = "edit both modes, or what is evaluated and sampled is not what was trained"
-POSITIONS = "; if positions are added, count the tokens in the state, as RWKVTimeMix of mixers.py does"
+POSITIONS = "; if positions are added, count the tokens in the state, as CountingTimeMix of families/released.py does"
 OFF = "--self_check=off trains without the check"
 
 
