@@ -268,6 +268,9 @@ def test_the_result_of_a_finished_run(whole):
     result, config = record(whole), record(whole, "config")
     assert result["val_loss"] == events(whole, "eval")[12]["val_loss"] and result["val_tokens"] == 699
     assert result["val_bits_per_byte"] == pytest.approx(result["val_loss"] / math.log(2))
+    of_documents, weights = result["val_document_losses"], result["val_document_tokens"]
+    assert np.average(of_documents, weights=weights) == pytest.approx(result["val_loss"], abs=2e-6)
+    assert sum(weights) == 699 and len(weights) > 1
     assert (result["tokens"], result["steps"], result["seed"]) == (4608, 12, 1337)
     assert result["best_val_loss"] == min(e["val_loss"] for e in events(whole, "eval").values())
     assert result["flops"] == config["derived"]["flops_per_token"] * 4608
