@@ -779,6 +779,8 @@ def test_what_else_transformers_asks_of_a_model(family, code):
     loss = torch.nn.functional.cross_entropy(logits[0, :-1], idx[0, 1:])
     torch.testing.assert_close(model(idx, labels=idx).loss, loss)
     torch.testing.assert_close(model(idx, labels=idx, num_items_in_batch=26).loss, loss / 2)
+    model.config.pad_token_id = 300  # which the embedding lacks, and here no mask hides
+    close(model(torch.cat([idx, torch.full((1, 2), 300)], 1)).logits[:, :14], logits, 1e-6)
 
     def gradients():
         """How often a layer is computed, and the gradients."""
