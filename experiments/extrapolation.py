@@ -293,11 +293,14 @@ def limited(lm, window):
     return other.to(lm.embed.weight.device).eval()
 
 
-def cut_text(lm, meta, folder, args):
-    """(rows (K, M + 1) of tokens, lengths, the record of the text) for one run's checkpoint. Raises ConfigError."""
-    data_folder, trained = find_dataset(args.dataset or str(meta["config"]["dataset"])), lm.config.block_size
+def cut_text(lm, dataset, trained_on, folder, args):
+    """(rows (K, M + 1) of tokens, lengths, the record of the text) for the checkpoint of the run in `folder`.
+
+    trained_on: the hashes of its data. Raises ConfigError.
+    """
+    data_folder, trained = find_dataset(dataset), lm.config.block_size
     data = Tokens(data_folder, vocab_size=lm.config.vocab_size)
-    same = data.sha256 == meta["data"]
+    same = data.sha256 == trained_on
     if not same and not args.dataset:
         raise ConfigError(f"the data in {data_folder} is not what {folder} was trained on (its sha256 differs), and "
                           "may hold its training text: prepare it as before, or name other text with --dataset")
@@ -328,7 +331,8 @@ def evaluate(folder, args, run):
         checkpoint = {"step": meta["step"], "tokens": meta["tokens"], "data": meta["data"], "block_size": trained,
                       "code": (meta.get("code_versions") or ["unknown"])[-1],
                       "parameters": sum(p.numel() for p in lm.parameters()), "seed": meta["config"]["seed"]}
-        rows, lengths, text = cut_text(lm, meta, folder, args)
+        dataset = args.dataset or str(meta["config"]["dataset"])
+    rows, lengths, text = cut_text(lm, dataset, meta["data"], folder, args)
     batch_size = args.batch_size or (8 if device.type == "cuda" else 1)
     records, models = [], {run: lm}
     if "llama" in lm.config.families:

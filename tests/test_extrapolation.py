@@ -276,6 +276,9 @@ def test_a_run_read_again_takes_the_place_of_its_records(corpus, tmp_path, undra
     runs = records.read(out)  # shorter than the training length
     assert runs.run.tolist() == ["llama", "other"] and [x["length"] for x in runs.lengths[1]] == [4, 8]
     assert runs.lengths[1][1]["against"] == 4 and runs.state_norms[1]["0 GLA"]["positions"] == [8]
+    write_folder(corpus, 500, 700, 64, documents={"val": [{"name": "a", "start": 0, "tokens": 256}]})
+    ex.main(["--checkpoint", str(save_run(tmp_path / "short", "gla", corpus)), f"--out={out}"])
+    assert [x["length"] for x in records.read(out).lengths[2]] == [16, 32, 64, 128]  # 256 need 257 tokens
 
 
 def page_of(path, kept):
