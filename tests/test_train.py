@@ -128,7 +128,7 @@ def whole(data, tmp_path_factory):
 
 def test_the_default_run_is_the_one_in_its_record():
     """`make train`'s settings are those of results/longhorn_bpe, whose loss README names, and its size too."""
-    config, ran = configurator.load(TrainConfig, [str(ROOT / "config/longhorn_bpe.py")]), ROOT / "results/longhorn_bpe"
+    config, ran = read_config("longhorn_bpe"), ROOT / "results/longhorn_bpe"
     settings = record(ran, "config")["config"]
     same = ("n_layer", "n_embd", "d_state", "block_size", "batch_tokens", "max_iters", "learning_rate", "min_lr",
             "schedule", "beta2", "eval_block_size", "eval_tokens", "seed", "weight_decay", "grad_clip")
@@ -195,36 +195,55 @@ def test_peak_flops_by_the_drivers_name():
     assert {name: peak_flops(name) for name in known} == known
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "config").glob("*.py")), ids=lambda path: path.stem)
-def test_config_files(file):
-    if 'task = "images"' in file.read_text() or file.stem.startswith(("vi", "deit")):
-        command = shlex.join(["python", "experiments/vision/classify.py", str(file), "--seed=2"])
-        refuse([str(file), "--seed=2"], "task = 'images'", command)
-        return classify.check(configurator.load(classify.VisionConfig, [str(file)]))
-    config, size = configurator.load(TrainConfig, [str(file)]), file.stem.split("_")[-1]
+CONFIGS = sorted(path.stem for path in (ROOT / "config").glob("*.py"))
+IMAGES = [name for name in CONFIGS if name.startswith(("vi", "deit")) or name in ("cifar", "digits", "imagenet")]
+TABLE5 = {"120m": {"n_layer": 12, "n_embd": 768, "n_head": 12, "max_iters": 4800, "learning_rate": 6e-4},
+          "350m": {"n_layer": 24, "n_embd": 1024, "n_head": 16, "max_iters": 13500, "learning_rate": 3e-4}}
+ALL_OF_TABLE5 = {"block_size": 1024, "batch_tokens": 524288, "vocab_size": 50304, "beta1": 0.9, "beta2": 0.95,
+                 "weight_decay": 0.1, "grad_clip": 1.0, "dataset": "openwebtext", "schedule": "cosine",
+                 "optimizer": "adamw"}
+
+
+def read_config(name):
+    return configurator.load(TrainConfig, [str(ROOT / "config" / f"{name}.py")])
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_config_files_of_images(name):
+    file = str(ROOT / "config" / f"{name}.py")
+    command = shlex.join(["python", "experiments/vision/classify.py", file, "--seed=2"])
+    refuse([file, "--seed=2"], "task = 'images'", command)
+    classify.check(configurator.load(classify.VisionConfig, [file]))
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in IMAGES])
+def test_config_files(name):
+    config = read_config(name)
     train.check(config)
     assert config.batch_tokens % config.block_size == 0
-    if size in ("120m", "350m"):  # Table 5
-        named = dict(zip(("n_layer", "n_embd", "n_head", "max_iters", "learning_rate"),
-                         {"120m": (12, 768, 12, 4800, 6e-4), "350m": (24, 1024, 16, 13500, 3e-4)}[size], strict=True))
-        table5 = {**named, "block_size": 1024, "batch_tokens": 524288, "vocab_size": 50304, "beta1": 0.9, "beta2": 0.95,
-                  "weight_decay": 0.1, "grad_clip": 1.0, "dataset": "openwebtext", "schedule": "cosine",
-                  "optimizer": "adamw"}
-        if config.model == "gated_deltanet":  # its own number of heads, for a state as large as Longhorn's
-            del table5["n_head"]
-        assert {key: getattr(config, key) for key in table5} == table5
-        assert config.model == file.stem.rpartition("_")[0] or file.stem.startswith("paper")
-        assert train.warmup_steps(config) == config.max_iters // 20
-        rates = [train.learning_rate_factor(step, config) for step in (0, config.max_iters // 20, config.max_iters - 1)]
-        assert rates == pytest.approx([20 / config.max_iters, 1, 0.1], rel=1e-4) and rates[-1] == 0.1
-        assert 64 % config.micro_batch_size == 0  # eight GPUs
-    if file.stem in LARGE:  # Section 5.3, as 100B tokens in steps of 2M; and 15B in steps of 0.5M
-        with torch.device("meta"):
-            lm = train.build_model(config, "meta")
-        assert counting.parameter_count(lm)["total"] == LARGE[file.stem]
-        tokens, warm = {"1b3": (100e9, 1e9), "340m": (15e9, 0.5e9)}[size]
-        assert config.max_iters * config.batch_tokens == pytest.approx(tokens, rel=2e-4)
-        assert config.warmup_iters * config.batch_tokens == pytest.approx(warm, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name.endswith(("_120m", "_350m"))])
+def test_configs_of_table_5(name):
+    config, (family, _, size) = read_config(name), name.rpartition("_")
+    expected = TABLE5[size] | ALL_OF_TABLE5
+    if family == "gated_deltanet":  # its own number of heads, for a state as large as Longhorn's
+        del expected["n_head"]
+    assert {key: getattr(config, key) for key in expected} == expected
+    assert family in (config.model, "paper") and train.warmup_steps(config) == config.max_iters // 20
+    assert 64 % config.micro_batch_size == 0  # eight GPUs
+
+
+@pytest.mark.parametrize("name, tokens, warm", [(f"{family}_{size}", tokens, warm) for size, tokens, warm in (
+    ("1b3", 100e9, 1e9), ("340m", 15e9, 0.5e9)) for family in ("longhorn", "mamba", "llama", "gla", "gated_deltanet")])
+def test_configs_of_section_5_3(name, tokens, warm):
+    """100B tokens in steps of 2M; and 15B in steps of 0.5M."""
+    config = read_config(name)
+    with torch.device("meta"):
+        lm = train.build_model(config, "meta")
+    assert counting.parameter_count(lm)["total"] == LARGE[name]
+    assert config.max_iters * config.batch_tokens == pytest.approx(tokens, rel=2e-4)
+    assert config.warmup_iters * config.batch_tokens == pytest.approx(warm, rel=2e-3)
 
 
 LARGE = {"longhorn_1b3": 1_331_595_264, "mamba_1b3": 1_334_740_992, "llama_1b3": 1_298_761_728,
