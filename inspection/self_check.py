@@ -3,73 +3,246 @@
 Some code exists twice: an operator has a kernel and a plain PyTorch version, a model runs on whole sequences and
 through its state, and its loss is computed with or without logits. Editing only one of the two would train one model
 and sample another. So train.py builds a toy from the same code, with the first and the last layer of each family, and
-compares the loss and every gradient:
-
-    loss alone   the loss that training computes, and the loss computed from logits
-    operators    the training backend, and --backend=torch
-    mode         training and eval mode, unless the model draws random numbers in training; with gradients and without
-    state        whole sequences, and the same tokens in chunks and single steps; logits with targets and without
-    documents    with --documents=pack: packed documents, and each document alone
-    compiled     with --compile: layers as torch.compile traces them, and as they are
-
-It also stops at a model that is not deterministic, and at one whose logits depend on later tokens.
+makes the comparisons of TABLE. To add one, write a function for each side that is not there yet, and a row.
 
 Each tensor may differ by FACTOR times the error that the plain operators make in float32, measured against the same toy
-in float64, or by LEAST; by OTHER_ORDER where the two sum in another order. If training computes in bfloat16, operators,
-losses and states are compared once more in bfloat16, where operators and states may have ROUNDING times the plain
-operators' own error; other libraries' kernels that take 16 bits only are compared there alone.
+in float64, or by LEAST; by OTHER_ORDER where the two sum in another order. If training computes in bfloat16, the last
+rows compare in bfloat16, where operators and states may have ROUNDING times the plain operators' own error; other
+libraries' kernels that take 16 bits only are compared there alone.
 
 `--self_check=off` skips the check, `--self_check=only` stops after it.
 """
 
 import contextlib
 import copy
+import functools
 import inspect
 import math
 import statistics
+import sys
 import time
+import traceback
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from common.errors import ConfigError
-from inspection import locate
-from inspection.toys import (
-    CUTS,
-    DOCUMENTS,
-    IN_ONE,
-    LEAST,
-    SHORT,
-    constants,
-    differences,
-    document_starts,
-    gradients,
-    is_finite,
-    loss_alone,
-    loss_of_logits,
-    loss_of_whole,
-    loss_through_state,
-    original,
-    output_and_gradients,
-    packed_batch,
-    packing,
-    random_rows,
-    repeated,
-    through_state,
-    toys,
-)
+from inspection.toys import CUTS, DOCUMENTS, IN_ONE, SHORT, constants, document_starts, original, pair_of, repeated
 from kernels import build, choose, ops
 
+ROOT = Path(__file__).resolve().parents[1]
 SCANS = ("longhorn_scan", "selective_scan")
-FACTOR = 10
+LEAST = 1e-5  # a difference below this is rounding
 OTHER_ORDER = 2e-4  # allowed between operators and states, which sum in other orders: a toy may amplify rounding
+FACTOR = 10
+NAN = 1e30  # in place of what is no number
 ROUNDING = 3  # how often the plain operators' own error in 16 bits may be reached
-TORCH = "edit both, or train with --backend=torch, which runs plain PyTorch everywhere"
-LOGITS = "edit both, or --loss_from_logits=true, which trains on the loss of the logits (at more memory)"
-STATE = "edit both paths, or what is sampled is not what was trained"
-MODES = "edit both modes, or what is evaluated and sampled is not what was trained"
-POSITIONS = "; if positions are added, count the tokens in the state, as CountingTimeMix of families/released.py does"
-OFF = "--self_check=off trains without the check"
 
+
+# --------------------------------------------------------------------------------- what a side computes: (model, x, y)
+
+def loss_alone(model, x, y):
+    """The loss as training computes it."""
+    return model(x, y, loss_only=True)[1]
+
+
+def loss_alone_again(model, x, y):
+    return loss_alone(model, x, y)
+
+
+def loss_alone_in_plain(model, x, y):
+    with choose.plain("linear_cross_entropy"):
+        return loss_alone(model, x, y)
+
+
+def loss_alone_compiled(model, x, y):
+    """Of layers that torch.compile traces, without its code generator."""
+    layers = list(dict.fromkeys(getattr(model, "layers", [model])))
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, backend="aot_eager")
+    try:
+        return loss_alone(model, x, y)
+    except Exception as error:
+        raise ConfigError("self-check: a small version of this model runs, but not if its layers are compiled: "
+                          f"{described(error)}: {COMPILED.way_out}") from error
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def loss_of_logits(model, x, y):
+    return model(x, y)[1]
+
+
+def loss_of_whole(model, x, y):
+    """The plain loss of the logits without targets: whatever loss is trained on, sampling follows these."""
+    return F.cross_entropy(logits(model, x, y).flatten(0, 1), y.flatten())
+
+
+def loss_through_state(model, x, y):
+    return F.cross_entropy(logits_through_state(model, x, y).flatten(0, 1), y.flatten())
+
+
+def logits(model, x, y):
+    return model(x)[0]
+
+
+def logits_the_second_time(model, x, y):
+    model(x)
+    return model(x)[0]
+
+
+def logits_beside_a_loss(model, x, y):
+    return model(x, y)[0]
+
+
+def logits_with_another_end(model, x, y):
+    """Of x, but for the last token those that they are if it is another."""
+    other, end = x.clone(), model(x)[0][:, -1:]
+    other[:, -1] = (x[:, -1] + 1) % model.config.vocab_size
+    return torch.cat([model(other)[0][:, :-1], end], 1)
+
+
+def logits_of_the_end_alone(model, x, y):
+    return torch.cat([model(x)[0][:, :-1], model(x, last_only=True)[0]], 1)
+
+
+def logits_of_each_document(model, x, y):
+    model.config.documents = "join"
+    parts = [model(document)[0] for document in x.split(DOCUMENTS, 1)]
+    model.config.documents = "pack"
+    return torch.cat(parts, 1)
+
+
+def logits_through_state(model, x, y, **last_only):
+    """Of the tokens in the pieces of CUTS."""
+    state, parts = model.initial_state(len(x)), []
+    for part in x.split(CUTS, 1):
+        logits, _, state = model(part, state=state, **last_only)
+        parts.append(logits)
+    return torch.cat(parts, 1)
+
+
+def logits_as_sampled(model, x, y):
+    return logits_through_state(model, x, y, last_only=True)
+
+
+def logits_where_pieces_end(model, x, y):
+    return model(x)[0][:, torch.tensor(CUTS).cumsum(0) - 1]
+
+
+def squares_of_scans(model, x, y):
+    """Of what one mixer of each class with a scan makes of five of its chunks: these are compiled."""
+    rows, squares = torch.randn(1, 4 * build.CHUNK + 8, model.config.n_embd, device=x.device), 0.0
+    mixers = {type(b.mixer): b.mixer for _, b in model.branches() if getattr(b.mixer, "operator", None) in SCANS}
+    with ops.documents(document_starts(rows) if is_packed(model) else None):
+        for mixer in mixers.values():
+            squares = squares + output(mixer(rows)).square().sum()
+    return squares
+
+
+def is_packed(model):
+    return getattr(model.config, "documents", "join") == "pack"
+
+
+def output(out):
+    """What a module returns besides its state."""
+    return out[0] if isinstance(out, tuple) else out
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+
+class Kind(NamedTuple):
+    words: str  # what agrees, for the line at the start
+    how: str  # what the two sides are, behind the place where they part
+    way_out: str
+    least: float = OTHER_ORDER
+    factor: float = FACTOR
+
+
+OFF = "--self_check=off trains without the check"
+RANDOM = Kind("", ", run twice in training mode from the same random state,", "the model is not deterministic: draw "
+              f"random numbers from PyTorch, and keep no state in the model, or {OFF}", LEAST, 0)
+ALWAYS_RANDOM = Kind("", ", run twice on the same tokens in eval mode,", "the model is not deterministic: draw random "
+                     "numbers and change buffers only if self.training, as F.dropout(x, p, self.training) does, or "
+                     f"{OFF}", LEAST, 0)
+MODES = Kind("training and eval mode", " in training and in eval mode",
+             "edit both modes, or what is evaluated and sampled is not what was trained", LEAST)
+GRADED = MODES._replace(words="", how=" with gradients and under torch.no_grad")
+COMPILED = Kind("compiled layers and layers as they are", " compiled and as it is",
+                "train with --compile=false, or with another version of PyTorch")
+LOSSES = Kind("the loss alone and from logits", ", the loss alone and the loss from logits (kernels/ops.py: "
+              "cross_entropy, _LinearCrossEntropy),", "edit both, or --loss_from_logits=true, which trains on the loss "
+              "of the logits (at more memory)", LEAST)
+OPERATORS = Kind("{kernels} and plain operators", " with --backend={backend} and with --backend=torch",
+                 "edit both, or train with --backend=torch, which runs plain PyTorch everywhere")
+STATES = Kind("whole sequences and states", " over the whole sequence and through the state",
+              "edit both paths, or what is sampled is not what was trained")
+AHEAD = Kind("", " before two different last tokens", f"it sees later tokens: mix earlier tokens only, or {OFF}", LEAST,
+             0)
+DOCUMENT = Kind("documents", " over packed documents and over each document alone",
+                "start each document empty, as token_shift of mixers.py does, or use --documents=join")
+POSITIONS = "; if positions are added, count the tokens in the state, as CountingTimeMix of families/released.py does"
+
+
+class Side(NamedTuple):
+    run: object  # one of the functions above
+    mode: str = "either"  # train, eval; either: train, or eval if training draws random numbers; other: the other one
+    graded: bool = False  # with the gradient of each parameter
+    plain: bool = False  # with plain operators
+    rounded: bool = False  # under autocast to training's 16 bits
+    one_row: bool = False  # loops in 16 bits are slow
+
+
+class Row(NamedTuple):
+    kind: Kind
+    one: Side
+    other: Side
+    needs: str = ""  # what the check must have, see Check.what_it_has
+    usual: tuple = ()  # two sides, whose difference is the usual one; else it is the rounding of float32
+
+
+TRAINS = Side(loss_alone, graded=True)
+PLAIN = Side(loss_of_logits, graded=True, plain=True)
+OTHER = Side(loss_of_logits, "other")
+SCANNED = Side(squares_of_scans, graded=True)
+EVALUATES = Side(logits, "eval")
+BESIDE = Side(logits_beside_a_loss, "eval")
+ROUNDED = Side(logits, "eval", rounded=True, one_row=True)
+ROUNDED_LOSS = ROUNDED._replace(run=loss_alone, graded=True)
+EXACT_LOSS = ROUNDED_LOSS._replace(plain=True, rounded=False)
+TABLE = (
+    Row(ALWAYS_RANDOM, EVALUATES, Side(logits_the_second_time, "eval")),
+    Row(RANDOM, Side(loss_alone, "train"), Side(loss_alone_again, "train")),
+    Row(GRADED, Side(loss_alone), TRAINS),
+    Row(COMPILED, Side(loss_alone_compiled, graded=True), TRAINS, "compiled"),
+    Row(LOSSES, Side(loss_of_logits, graded=True), TRAINS, "kernels"),
+    Row(LOSSES, Side(loss_alone_in_plain), TRAINS, "kernels"),
+    Row(OPERATORS, PLAIN, TRAINS, "kernels"),
+    Row(LOSSES, OTHER, Side(loss_alone, "other"), "kernels"),
+    Row(OPERATORS, OTHER._replace(plain=True), OTHER, "kernels random"),
+    Row(OPERATORS, SCANNED._replace(plain=True), SCANNED, "kernels scans"),
+    Row(MODES, EVALUATES, Side(logits, "train"), "steady"),
+    Row(MODES._replace(words="", how=" with and without targets"), BESIDE, EVALUATES, "all_logits"),
+    Row(AHEAD, Side(logits_with_another_end, "eval"), EVALUATES, "tokens"),
+    Row(STATES._replace(how=" with and without last_only"), Side(logits_of_the_end_alone, "eval"), EVALUATES,
+        "last_only"),
+    Row(DOCUMENT, EVALUATES, Side(logits_of_each_document, "eval"), "packed"),
+    Row(STATES, Side(logits_as_sampled, "eval"), Side(logits_where_pieces_end, "eval"), "state last_only"),
+    Row(STATES, Side(loss_through_state, "eval", graded=True), Side(loss_of_whole, "eval", graded=True), "state"),
+)
+IN_16_BITS = (
+    Row(OPERATORS._replace(least=LEAST, factor=ROUNDING), ROUNDED_LOSS, EXACT_LOSS, "",
+        (ROUNDED_LOSS._replace(plain=True), EXACT_LOSS)),
+    Row(LOSSES._replace(least=1e-4, factor=0), ROUNDED._replace(run=loss_of_logits), ROUNDED._replace(run=loss_alone)),
+    Row(STATES._replace(factor=ROUNDING), ROUNDED._replace(run=logits_through_state), ROUNDED, "state",
+        (ROUNDED._replace(plain=True), ROUNDED._replace(plain=True, rounded=False))),
+)
+
+
+# ------------------------------------------------------------------------------------------------------------ the check
 
 def self_check(model, dtype=torch.float32, compiled=False):
     """Returns a line on what agreed. Raises ConfigError, naming both places and the way out, if two versions differ.
@@ -78,8 +251,8 @@ def self_check(model, dtype=torch.float32, compiled=False):
     toy(backend) -> a small model of the same code; toy_batch() -> (x, y) gives its inputs if they are not tokens.
     Neither the model nor the random state is changed.
     """
-    began, device = time.perf_counter(), next(model.parameters()).device
-    in_16_bits = dtype != torch.float32 and model.config.backend != "torch"
+    began, device, backend = time.perf_counter(), next(model.parameters()).device, model.config.backend
+    in_16_bits, line = dtype != torch.float32 and backend != "torch", ""
     precision = torch.get_float32_matmul_precision()
     way_out = (f"define toy(self, backend) in {type(model).__name__}, returning a model of sizes that run, as Recall "
                "of experiments/recall/models.py does")
@@ -87,306 +260,283 @@ def self_check(model, dtype=torch.float32, compiled=False):
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), constants(SHORT):
         try:
             with choose.without_libraries() if in_16_bits else contextlib.nullcontext():
-                toy, plain, batch = toys(model, device)
+                check = Check(model, device, dtype, compiled)
                 way_out = "correct that"
-                packed = getattr(model.config, "documents", "join") == "pack"
-                line = compare(toy, plain, batch, packed, compiled)
-            with constants(IN_ONE):
-                line += f"; {compare_rounded(toy, plain, batch, dtype)}" if in_16_bits else ""
+                line = check.in_float32()
+            if in_16_bits:
+                line += check.in_16_bits()
         except ConfigError:
             raise
         except Exception as error:  # an edit may raise anything
-            raise ConfigError(f"self-check: a small version of this model does not run: {locate.described(error)}: "
-                              f"{way_out}, or {OFF}") from error
+            raise ConfigError(f"self-check: a small version of this model does not run: {described(error)}: {way_out}, "
+                              f"or {OFF}") from error
         finally:
             torch.set_float32_matmul_precision(precision)
     return f"self-check: {line} ({1000 * (time.perf_counter() - began):.0f} ms)"
 
 
-# ---------------------------------------------------------------------------------------------------------- comparisons
-
-class Tally:
-    """What agreed so far, and how well. usual: {tensor: error of the plain operators in float32}, "typical" for the
-    others."""
-
-    def __init__(self, toy, usual):
-        self.toy, self.usual, self.agreed, self.worst = toy, usual, [], (0.0, 0.0)
-
-    def excess(self, got, wanted, least=OTHER_ORDER):
-        """(largest error as a multiple of what is allowed, that error, what is allowed, what is usual, tensor)."""
-        errors = differences(got, wanted)
-        usual = {name: self.usual.get(name, self.usual["typical"]) for name in errors}
-        allowed = {name: max(least, FACTOR * usual[name]) for name in errors}
-        return max((errors[n] / allowed[n], errors[n], allowed[n], usual[n], n) for n in errors)
-
-    def agree(self, words, got, wanted, places, way_out):
-        """Raises ConfigError if two {name: tensor} differ; places() then says where they come from."""
-        excess, error, allowed, usual, name = self.excess(
-            got, wanted, LEAST if way_out in (LOGITS, MODES) else OTHER_ORDER)
-        if excess > 1:
-            where = places()
-            way_out += POSITIONS * (f"{locate.place(type(self.toy).forward)} over the whole" in where)
-            refuse(where, error, original(self.toy, name), usual, allowed, way_out)
-        self.worst = max(self.worst, (error, usual))
-        self.agreed += [words] * bool(words and words not in self.agreed)
-
-    def __str__(self):
-        worst, usual = self.worst
-        agreed = sorted(self.agreed, key=lambda words: words != "documents")
-        return f"{', '.join(agreed)} agree to {worst:.0e} ({usual:.0e} is usual)" if agreed else "nothing to compare"
+class Gap(NamedTuple):
+    """How far two sides are apart in one tensor."""
+    excess: float  # a multiple of what is allowed
+    error: float
+    usual: float
+    allowed: float
+    name: str
 
 
-def refuse(where, error, name, usual, allowed, way_out):
-    raise ConfigError(f"self-check: {where} disagree by {error:.0e} in {name} ({usual:.0e} is usual, {allowed:.0e} "
-                      f"allowed): {way_out}")
+class Check:
+    """A model's toys, and what has been computed with them."""
+
+    def __init__(self, model, device, dtype, compiled):
+        self.device, self.dtype, self.backend = device, dtype, model.config.backend
+        self.value = functools.cache(self.measured)
+        self.toy, self.plain, self.batch = pair_of(model, device)
+        self.varies = self.draws_in_training()
+        toy, mixers = self.toy, [branch.mixer for _, branch in self.toy.branches()]
+        tokens = not hasattr(toy, "toy_batch")
+        has = {  # what a row may need
+            "kernels": self.backend != "torch",
+            "compiled": compiled,
+            "random": self.varies,
+            "steady": not self.varies,
+            "scans": any(getattr(mixer, "operator", None) in SCANS for mixer in mixers),
+            "state": all(hasattr(mixer, "initial_state") for mixer in mixers),
+            "tokens": tokens,
+            "packed": tokens and is_packed(toy),
+            "last_only": tokens and "last_only" in inspect.signature(toy.forward).parameters,
+            "all_logits": self.value(BESIDE)["the logits"].shape == self.value(EVALUATES)["the logits"].shape,
+        }
+        self.has = {name for name, true in has.items() if true}
+        native = "native" if choose.unavailable(device.type) is None else "the fastest"
+        self.words = {"kernels": self.backend or native, "backend": self.backend or "(empty)"}
+
+    @torch.no_grad()
+    def draws_in_training(self):
+        """Whether the toy draws random numbers or changes buffers in training mode."""
+        def state():
+            on_gpu = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
+            return [torch.get_rng_state(), *on_gpu, *(buffer.clone() for buffer in self.toy.buffers())]
+
+        with repeated(self.toy.train()):
+            before = state()
+            loss_alone(self.toy, *self.batch)
+            return any(not torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+
+    def in_float32(self):
+        """A line on what agreed. Raises ConfigError for the first row of TABLE whose sides differ."""
+        self.refuse_nan()
+        agreed, worst = {}, Gap(0, 0, 0, 0, "")
+        for row in TABLE:
+            if set(row.needs.split()) <= self.has:
+                worst = max(worst, self.compare(row), key=lambda gap: gap.error)
+                agreed[row.kind.words.format(**self.words)] = None
+        without = dict.fromkeys(type(b.mixer).__name__ for _, b in self.toy.branches() if not b.has_state)
+        left_out = f"; state left out: {', '.join(without)} keeps none" if without else ""
+        return f"{', '.join(filter(None, agreed))} agree to {worst.error:.0e} ({worst.usual:.0e} is usual){left_out}"
+
+    def in_16_bits(self):
+        """How well the operators agree. Raises ConfigError for the first row of IN_16_BITS whose sides differ."""
+        gaps = [self.compare(row) for row in IN_16_BITS if set(row.needs.split()) <= self.has]
+        times = gaps[0].error / max(gaps[0].usual, LEAST)
+        return f"; in {self.number()} to {times:.1f} times the plain operators' rounding"
+
+    def number(self):
+        return str(self.dtype).removeprefix("torch.")
+
+    def compare(self, row):
+        gap = max(self.gaps(row, self.value))
+        if gap.excess > 1:
+            self.refuse(row, gap)
+        return gap
+
+    # ------------------------------------------------------------------------------------------------- what sides are
+
+    def measured(self, side, model=None):
+        """{name: value} of a side's loss or logits and of every parameter's gradient, if it has one."""
+        model = model or (self.plain if side.plain else self.toy)
+        wide, batch = next(model.parameters()).dtype, self.batch
+        if side.one_row:
+            batch = [a[:1] for a in batch]
+        batch = [a.to(wide) if a.is_floating_point() else a for a in batch]
+        model.train({"train": True, "eval": False, "either": not self.varies, "other": self.varies}[side.mode])
+        pieces = IN_ONE if side.plain or side.one_row else {}
+        with constants(pieces), repeated(model), torch.set_grad_enabled(side.graded):
+            with torch.autocast(self.device.type, self.dtype, enabled=side.rounded):
+                out = side.run(model, *batch)
+            values = {"the logits" if out.dim() else "the loss": out}
+            if side.graded:
+                named = {f"the gradient of {name}": p for name, p in model.named_parameters() if p.requires_grad}
+                values |= zip(named, torch.autograd.grad(out, list(named.values()), allow_unused=True), strict=True)
+        return {name: exact(a) for name, a in values.items() if a is not None}
+
+    def gaps(self, row, value):
+        """The Gap in each tensor between a row's sides, of value(side) each."""
+        errors, gaps = differences(value(row.one), value(row.other)), []
+        if row.usual:  # a tensor of two numbers may be right by chance, and a mistake is a hundred times the rounding
+            usual = root_mean_square(differences(*map(value, row.usual)))
+            errors = {max(errors, key=errors.get): root_mean_square(errors)}
+        for name, error in errors.items():
+            if not row.usual:
+                usual = self.usual.get(branch_of(name), self.usual["typical"]) if row.kind.factor else 0.0
+            allowed = max(row.kind.least, row.kind.factor * usual)
+            gaps.append(Gap(error / allowed, error, usual, allowed, name))
+        return gaps
+
+    @functools.cached_property
+    def usual(self):
+        """{branch: largest error} of the plain operators in float32 against float64, and the median of all as
+        "typical"."""
+        try:
+            errors = differences(self.value(PLAIN), self.measured(PLAIN, copy.deepcopy(self.plain).double()))
+        except Exception:  # code that mixes dtypes, or cannot be copied
+            return {"typical": 2e-5}
+        usual = {"typical": statistics.median(errors.values())}
+        for name, error in errors.items():
+            usual[branch_of(name)] = max(min(error, 1e-3), usual.get(branch_of(name), 0.0))
+        return usual
+
+    # -------------------------------------------------------------------------------------------------- where they part
+
+    def refuse(self, row, gap):
+        """Raises ConfigError with the place where a row's sides part."""
+        kind, toy, rounded = row.kind, self.toy, row in IN_16_BITS
+        how, way_out, operator = kind.how.format(**self.words), kind.way_out, self.operator(row, gap)
+        if operator:
+            fast, slow = choose.places(operator, self.backend, self.device.type, self.dtype if rounded else None)
+            where = f"{fast} and {slow} ({operator})"
+            if way_out in (OPERATORS.way_out, LOSSES.way_out):
+                how = ""
+            if fast != choose.BODIES[operator][0]:
+                way_out = f"train with --backend={self.device.type}, which calls no other library"
+        else:
+            where = self.module(row)
+            if kind.how == STATES.how and where == place(type(toy).forward):
+                way_out += POSITIONS
+        if rounded:
+            where = f"in {self.number()} {where}"
+        raise ConfigError(f"self-check: {where}{how} disagree by {gap.error:.0e} in {original(toy, gap.name)} "
+                          f"({gap.usual:.0e} is usual, {gap.allowed:.0e} allowed): {way_out}")
+
+    def operator(self, row, gap):
+        """The operator without whose fast body a row's sides agree, or None."""
+        left = {}
+        for operator in choose.BODIES if row.kind not in (RANDOM, ALWAYS_RANDOM) else ():
+            with choose.plain(operator):
+                left[operator] = max(self.gaps(row, self.measured)).excess
+        best = min(left, key=left.get, default=None)
+        return best if best and left[best] < gap.excess / 2 else None
+
+    def module(self, row):
+        """The place at which a row's sides part: the first module that is given the same and returns something else, or
+        the last one with a gradient that differs."""
+        toy = self.toy
+        if row.kind.how == STATES.how and is_packed(toy):
+            toy.config.documents = "join"
+            joined = max(self.gaps(row, self.measured))
+            toy.config.documents = "pack"
+            if joined.excess < 1:
+                return place(type(toy).through_documents)
+        one, other, errors, ratios = self.calls(row.one), self.calls(row.other), [0.0], {}
+        for name in [name for name in one if name in other]:
+            (given, returned), (also_given, returned_then) = one[name], other[name]
+            errors.append(apart(returned, returned_then))
+            ratios[name] = errors[-1] / max(apart(given, also_given), LEAST / 10)
+        best = max(ratios.values(), default=0.0)
+        if best > 10:
+            return self.place_of(next(name for name, ratio in ratios.items() if ratio > best / 4))
+        wrong = [gap.name for gap in self.gaps(row, self.measured) if gap.excess > 1]
+        return self.place_behind(wrong if max(errors) < LEAST else [])
+
+    def calls(self, side):
+        """{name: (what it was given, what it returned)} at each call, of all modules that are not PyTorch's, in the
+        order in which they return."""
+        calls, hooks = {}, []
+
+        def note(name, module, args, out):
+            if torch.is_tensor(output(out)) and not torch.compiler.is_compiling():
+                given, returned = calls.setdefault(name, ([], []))
+                given.append(args[0])
+                returned.append(output(out))
+
+        for name, module in (self.plain if side.plain else self.toy).named_modules():
+            if name and not type(module).__module__.startswith("torch."):
+                hooks.append(module.register_forward_hook(functools.partial(note, name)))
+        self.measured(side)
+        for hook in hooks:
+            hook.remove()
+        return calls
+
+    def place_of(self, name):
+        module = type(self.toy.get_submodule(name))
+        return place(module.forward) + (f" ({module.__name__})" if ".mixer" in name else "")
+
+    def place_behind(self, wrong):
+        """The place from which the backward went wrong: the mixer of the last branch with a gradient among `wrong`, or
+        the model."""
+        behind = [name for name, _ in self.toy.branches() if any(f" {name}." in tensor for tensor in wrong)]
+        if not behind or "the loss" in wrong or "the gradient of norm.weight" in wrong:
+            return place(type(self.toy).forward)
+        return self.place_of(f"{behind[-1]}.mixer")
+
+    def refuse_nan(self):
+        """Raises ConfigError if neither kernels nor plain operators compute numbers."""
+        values = self.value(TRAINS)
+        wrong = [name for name, a in values.items() if a.abs().max() >= NAN]
+        if not wrong or all(a.abs().max() < NAN for a in self.value(PLAIN).values()):
+            return
+        calls = self.calls(TRAINS)
+        names = [name for name, (_, returned) in calls.items() if not all(a.isfinite().all() for a in returned)]
+        where = self.place_of(names[0]) if names else self.place_behind(wrong)
+        raise ConfigError("self-check: the loss of a small version of this model is nan, or its gradient has no numbers"
+                          f": see {where}: correct that, or {OFF}")
 
 
-def compare(toy, plain, batch, packed, compiled):
-    """A line on what agreed. Raises ConfigError for the first pair that differs."""
-    rows = packed_batch(toy, batch) if packed else batch
-    toy.eval()
-    with torch.no_grad():
-        once, twice = ({"the logits": toy(batch[0])[0]} for _ in range(2))
-    refuse_noise(once, twice, "in eval mode", "draw random numbers and change buffers only if self.training, as "
-                 "F.dropout(x, p, self.training) does")
-    toy.train()
-    varies = varies_in_training(toy, batch[0])
-    with packing(packed, toy, plain):
-        tally = compare_training(toy, plain, rows, varies, compiled)
-    toy.eval()
-    with torch.no_grad():
-        if not varies:
-            compare_modes(toy, batch[0], once, tally)
-        beside = {"the logits": toy(*batch)[0]}
-        if beside["the logits"].shape == once["the logits"].shape:  # Recall's are of queries only
-            tally.agree("", beside, once, lambda: f"{locate.place(type(toy).forward)} with and without targets", STATE)
-        if not hasattr(toy, "toy_batch"):
-            compare_reading(toy, batch[0], once["the logits"], rows if packed else None, tally)
-    without = [type(b.mixer).__name__ for _, b in toy.branches() if not b.has_state]
-    if without:
-        return f"{tally}; state left out: {', '.join(dict.fromkeys(without))} keeps none"
-    with packing(packed, toy):
-        compare_states(toy, rows, tally)
-    return str(tally)
+def branch_of(name):
+    """Of a tensor's name, "the gradient of layers.0.branches.1"."""
+    return name.partition(".mixer.")[0]
 
 
-@torch.no_grad()
-def varies_in_training(toy, x):
-    """Whether the model draws random numbers or changes buffers in training mode."""
-    state = lambda: [torch.get_rng_state(), *([torch.cuda.get_rng_state(x.device)] if x.is_cuda else []),
-                     *(b.clone() for b in toy.buffers())]
-    with repeated(toy):
-        before = state()
-        toy(x)
-        return any(not torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+def exact(a):
+    """In float64 on the CPU, and a large number for what is none."""
+    return a.detach().double().cpu().nan_to_num(NAN, NAN, NAN)
 
 
-def compare_training(toy, plain, batch, varies, compiled):
-    """A Tally: the loss alone and from logits, fast and plain operators, gradients on and off, compiled layers and
-    layers as they are. Gradients are compared in training mode, or in eval mode if `varies`: float32 and float64 do not
-    draw the same random numbers."""
-    backend = toy.config.backend
-    with repeated(toy), torch.no_grad():
-        once = {"the loss": loss_alone(toy.train(), *batch)}
-    with repeated(toy), torch.no_grad():
-        again = {"the loss": loss_alone(toy, *batch)}
-    refuse_noise(again, once, "in training mode and from the same random state",
-                 "draw random numbers from PyTorch only, and keep no state in the model")
-    toy.train(not varies), plain.train(not varies)
-    trains = gradients(toy, loss_alone, batch)
-    with constants(IN_ONE):  # recomputing pieces imports torch._dynamo, two seconds of CPU
-        slow = trains if backend == "torch" else gradients(plain, loss_of_logits, batch)
-    if not is_finite(trains) and not is_finite(slow):
-        raise ConfigError(f"self-check: the loss of a small version of this model is {float(trains['the loss'])}, or "
-                          f"its gradient has no numbers: {locate.first_nan(toy, batch)}: correct that, or {OFF}")
-    tally = Tally(toy, rounding(plain, batch, slow))
-    fast = backend or ("native" if choose.unavailable(batch[0].device.type) is None else "the fastest")
-    operators = f"{fast} and plain operators"
-    of_operator = lambda: locate.which_operator(toy, plain, batch, tally)
-    if not is_finite(trains):
-        tally.agree(operators, slow, trains, of_operator, TORCH)
-    with repeated(toy), torch.no_grad():
-        got = {"the loss": loss_alone(toy, *batch)}
-    tally.agree("", got, trains, lambda: f"{locate.which_by_gradients(toy, batch)} with gradients and under "
-                "torch.no_grad", MODES)
-    if compiled:
-        compare_compiled(toy, batch, trains, tally)
-    if backend == "torch":
-        return tally
-    ways = lambda: two_losses(toy)
-    tally.agree("the loss alone and from logits", gradients(toy, loss_of_logits, batch), trains, ways, LOGITS)
-    with torch.no_grad():
-        with repeated(toy), choose.plain("linear_cross_entropy"):
-            got = {"the loss": loss_alone(toy, *batch)}
-        both = " and ".join(reversed(choose.BODIES["linear_cross_entropy"]))
-        tally.agree("the loss alone and from logits", got, trains, lambda: both, LOGITS)
-    tally.agree(operators, slow, trains, of_operator, TORCH)
-    toy.train(varies), plain.train(varies)  # the other mode
-    runs = []
-    for model, loss in ((toy, loss_alone), (toy, loss_of_logits), (plain, loss_of_logits))[:3 if varies else 2]:
-        with repeated(model), torch.no_grad():
-            runs.append({"the loss": loss(model, *batch)})
-    mode = f"in {'training' if varies else 'eval'} mode"
-    tally.agree("the loss alone and from logits", runs[1], runs[0], lambda: f"{mode} {ways()}", LOGITS)
-    tally.agree(operators, runs[-1], runs[1], lambda: f"{mode} {of_operator()}", TORCH)
-    scans = {type(b.mixer): b.mixer for _, b in toy.branches() if getattr(b.mixer, "operator", None) in SCANS}
-    for mixer in scans.values():  # their chunks are compiled
-        x, op = random_rows(toy, 4 * build.CHUNK + 8)[:1], mixer.operator
-        with ops.documents(document_starts(x) if toy.config.documents == "pack" else None):
-            fast = output_and_gradients(locate.Alone(mixer), x)
-            with choose.plain(op), constants(IN_ONE):
-                slow = output_and_gradients(locate.Alone(mixer), x)
-        tally.agree(operators, slow, fast, lambda op=op: locate.operator_places(toy, op), TORCH)
-    return tally
+def differences(got, wanted):
+    """{name: error}, |got - wanted| / |wanted| in the 2-norm, over all names, or the only one of `got`; inf if
+    missing."""
+    floor = 1e-6 * max(float(a.norm()) for a in wanted.values()) + 1e-30  # of gradients that are rounding errors
+    errors = dict.fromkeys({**wanted, **got} if len(got) > 1 else got, math.inf)
+    for name in errors.keys() & got.keys() & wanted.keys():
+        errors[name] = float((got[name] - wanted[name]).norm() / (wanted[name].norm() + floor))
+    return errors
 
 
-def compare_compiled(toy, batch, trains, tally):
-    """Loss and gradients of layers that torch.compile has traced, without its code generator, and as they are:
-    `trains`."""
-    layers = list(dict.fromkeys(getattr(toy, "layers", [toy])))
-    way_out = "train with --compile=false, or with another version of PyTorch"
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward, backend="aot_eager")
-    try:
-        traced = gradients(toy, loss_alone, batch)
-    except Exception as error:
-        raise ConfigError(f"self-check: a small version of this model runs, but not if its layers are compiled: "
-                          f"{locate.described(error)}: {way_out}") from error
-    finally:
-        for layer in layers:
-            del layer.forward
-        torch.compiler.reset()  # training would compare its inputs with the toy's graphs first
-    places = ", ".join(dict.fromkeys(locate.place(type(layer).forward) for layer in layers))
-    tally.agree("compiled layers and layers as they are", traced, trains, lambda: f"{places} compiled and as it is",
-                way_out)
+def root_mean_square(errors):
+    return math.hypot(*errors.values()) / math.sqrt(len(errors))
 
 
-def two_losses(toy):
-    return (f"{locate.place(type(toy).forward)} and kernels/ops.py: cross_entropy, the loss from logits, and "
-            "kernels/ops.py: _LinearCrossEntropy, the loss alone,")
+def apart(one, other):
+    """How far tensors (B, T, d), in pieces of T or not, are apart; 0 if they cannot be compared."""
+    if one[0].dim() != 3:
+        return 0.0
+    a, b = exact(torch.cat(one, 1)), exact(torch.cat(other, 1))
+    T = min(a.shape[1], b.shape[1])
+    a, b = a[:, -T:-1], b[:, -T:-1]  # but for the last token, which may be another
+    return differences({"": a}, {"": b})[""] if a.shape == b.shape else 0.0
 
 
-def compare_modes(toy, x, evaluated, tally):
-    """The logits in training mode, and those in eval mode, in which it leaves the toy."""
-    trains = {"the logits": toy.train()(x)[0]}
-    places = lambda: locate.who(toy, lambda branch: locate.differs_by_mode(branch, random_rows(toy)))
-    tally.agree("training and eval mode", evaluated, trains,
-                lambda: f"{places()} in training and in eval mode", MODES)
-    toy.eval()
+# ------------------------------------------------------------------------------------------------------------- in words
+
+def place(function):
+    """'model.py: LM.forward'."""
+    file = f"{function.__module__.replace('.', '/')}.py"
+    if file == "__main__.py":  # as experiments/vision/classify.py
+        file = Path(sys.modules["__main__"].__file__).resolve().relative_to(ROOT)
+    return f"{file}: {function.__qualname__}"
 
 
-def compare_reading(toy, x, logits, packed_rows, tally):
-    """In eval mode: another last token, the last position only, and each document alone."""
-    forward = locate.place(type(toy).forward)
-    other = toy(torch.cat([x[:, :-1], (x[:, -1:] + 1) % toy.config.vocab_size], 1))[0]
-    error = max(differences({"": other[:, :-1]}, {"": logits[:, :-1]}).values())
-    if error > LEAST:
-        places = locate.who(toy, lambda branch: locate.looks_ahead(branch, random_rows(toy)))
-        raise ConfigError(f"self-check: {places} sees later tokens: changing the last one moves the logits before it "
-                          f"by {error:.0e} ({LEAST:.0e} allowed): mix earlier tokens only, or {OFF}")
-    if "last_only" in inspect.signature(toy.forward).parameters:
-        tally.agree("whole sequences and states", {"the logits": toy(x, last_only=True)[0]},
-                    {"the logits": logits[:, -1:]}, lambda: f"{forward} with and without last_only", STATE)
-    if packed_rows is not None:
-        documents = packed_rows[0][0].split(DOCUMENTS)
-        padded = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)  # what follows a document changes nothing
-        alone = torch.cat([row[:len(d)] for row, d in zip(toy(padded)[0], documents, strict=True)])
-        with packing(True, toy):
-            packed = toy(packed_rows[0])[0][0]
-        places = lambda: locate.who(toy, lambda branch: locate.leaks(branch, random_rows(toy)))
-        tally.agree("documents", {"the logits": packed}, {"the logits": alone},
-                    lambda: f"{places()} over packed documents and over each document alone",
-                    "start each document empty, as token_shift of mixers.py does, or use --documents=join")
-
-
-def compare_states(toy, batch, tally):
-    """In eval mode: whole sequences, and the same tokens through the state."""
-    x = batch[0]
-    places = lambda: f"{locate.which_state(toy, batch, tally)} over the whole sequence and through the state"
-    last = {"last_only": True} if "last_only" in inspect.signature(toy.forward).parameters else {}
-    with torch.no_grad():
-        state, steps = toy.initial_state(len(x)), []
-        for part in x.split(CUTS, 1):  # as in sampling, where a cache grows in place
-            step, _, state = toy(part, state=state, **last)
-            steps.append(step[:, -1])
-        logits = toy(x)[0]
-    ends = torch.tensor(CUTS).cumsum(0) - 1
-    tally.agree("whole sequences and states", {"the logits": torch.stack(steps, 1)}, {"the logits": logits[:, ends]},
-                places, STATE)
-    tally.agree("whole sequences and states", gradients(toy, loss_through_state, batch),
-                gradients(toy, loss_of_whole, batch), places, STATE)
-
-
-def compare_rounded(toy, plain, batch, dtype):
-    """A line on how well the operators that train in a 16-bit dtype agree with float32: within ROUNDING times the plain
-    operators' own error in that dtype. Raises ConfigError, naming the operator, if they do not, or if the loss alone
-    and from logits, or whole sequences and states, differ in that dtype only.
-
-    An error is the root mean square over the loss and all gradients: a single one of two numbers may be right by
-    chance, and a mistake in any of them is a hundred times the rounding.
-    """
-    device, number = batch[1].device.type, str(dtype).removeprefix("torch.")
-    toy.eval(), plain.eval()
-    some = batch if hasattr(toy, "toy_batch") else [a[:1, :26] for a in batch]  # four chunks: loops in 16 bits are slow
-    true = gradients(plain, loss_alone, some)
-    with torch.autocast(device, dtype):
-        errors = lambda m: differences(gradients(m, loss_alone, some), true)
-        size = lambda errors: math.hypot(*errors.values())
-        rounding, trained = errors(plain), errors(toy)
-        times = size(trained) / size(rounding)
-        if times <= ROUNDING:
-            compare_rounded_paths(toy, plain, [a[:1] for a in batch], number)
-            return f"in {number} to {times:.1f} times the plain operators' rounding"
-        name, left = max(trained, key=trained.get), {}
-        for op in choose.BODIES:
-            with choose.plain(op):
-                left[op] = size(errors(toy))
-        op = min(left, key=left.get)
-        fast, slow = choose.places(op, toy.config.backend, device, dtype)
-    way_out = TORCH if fast == choose.BODIES[op][0] else f"train with --backend={device}, which calls no other library"
-    raise ConfigError(f"self-check: in {number} {fast} and {slow} ({op}) disagree by {trained[name]:.0e} in {name}, "
-                      f"{times:.0f} times the rounding of plain operators: {way_out}")
-
-
-@torch.no_grad()
-def compare_rounded_paths(toy, plain, batch, number):
-    """In eval mode and under autocast to a 16-bit dtype: the loss alone and from logits, whole sequences and states."""
-    x, y = batch
-    alone, of_logits = ({"the loss": loss(toy, x, y)} for loss in (loss_alone, loss_of_logits))
-    Tally(toy, {"typical": 1e-5}).agree("", of_logits, alone, lambda: f"in {number} {two_losses(toy)}", LOGITS)
-    if all(b.has_state for _, b in toy.branches()):
-        with torch.autocast(x.device.type, enabled=False):
-            true = plain(x)[0]  # other libraries' kernels take 16 bits only
-        usual, = differences({"": plain(x)[0]}, {"": true}).values()
-        error, = differences({"": through_state(toy, x)}, {"": toy(x)[0]}).values()
-        if error > max(ROUNDING * usual, OTHER_ORDER):
-            places = locate.who(toy, lambda m: locate.differs_by_state(m, random_rows(toy), ROUNDING * usual))
-            refuse(f"in {number} {places} over the whole sequence and through the state", error, "the logits", usual,
-                   ROUNDING * usual, STATE)
-
-
-# ----------------------------------------------------------------------------------------------------------- tolerances
-
-def rounding(plain, batch, slow):
-    """{name: error} of the plain operators in float32 (`slow`) against float64, and their median as "typical". A tensor
-    of few numbers may agree by chance: it gets the largest error in its branch."""
-    try:
-        with constants(IN_ONE):
-            wide = [a.double() if a.is_floating_point() else a for a in batch]
-            usual = differences(slow, gradients(copy.deepcopy(plain).double(), loss_of_logits, wide))
-    except Exception:  # code that mixes dtypes, or cannot be copied
-        return {"typical": 2e-5}
-    usual = {name: min(error, 1e-3) if math.isfinite(error) else 0.0 for name, error in usual.items()}
-    branch, largest = lambda name: name.partition(".mixer.")[0], {}
-    for name, error in usual.items():
-        largest[branch(name)] = max(error, largest.get(branch(name), 0.0))
-    usual = {name: error if slow[name].numel() >= 64 else largest[branch(name)] for name, error in usual.items()}
-    return {**usual, "typical": statistics.median(usual.values())}
-
-
-def refuse_noise(got, wanted, when, way_out):
-    """Raises ConfigError if two runs on the same tokens differ. If both are nan, another line says so."""
-    error, name = max((error, name) for name, error in differences(got, wanted).items())
-    if error > LEAST and not (got[name].isnan().any() and wanted[name].isnan().any()):
-        raise ConfigError(f"self-check: the model is not deterministic: two runs on the same tokens, {when}, differ by "
-                          f"{error:.0e} in {name}: {way_out}, or {OFF}")
+def described(error):
+    """'IndexError: index 1 is out of range (model.py, line 439)', in the project's own file."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if ROOT in Path(f.filename).parents]
+    where = f" ({Path(frames[-1].filename).relative_to(ROOT)}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"

@@ -12,11 +12,11 @@ DTYPES = fused.ALL
 BACKENDS = ("torch", "cpu", "cuda", "fused")
 LA = "kernels/linear_attention.py: "
 BODIES = {  # operator: (place of its fast body, place of its plain PyTorch body)
-    "longhorn_scan": ("longhorn_scan.cu: Longhorn", "kernels/scan.py: _longhorn_step"),
-    "selective_scan": ("longhorn_scan.cu: Mamba", "kernels/scan.py: _mamba_step"),
-    "causal_conv1d": ("kernels/conv_norm.cu: conv_forward", "kernels/ops.py: _conv_torch"),
-    "rms_norm": ("kernels/conv_norm.cu: norm_forward_rows", "kernels/ops.py: rms_norm"),
-    "linear_cross_entropy": ("kernels/ops.py: _LinearCrossEntropy", "kernels/ops.py: linear_cross_entropy"),
+    "longhorn_scan": ("longhorn_scan.cu", "kernels/scan.py"),
+    "selective_scan": ("longhorn_scan.cu", "kernels/scan.py"),
+    "causal_conv1d": ("kernels/conv_norm.cu", "kernels/ops.py"),
+    "rms_norm": ("kernels/conv_norm.cu", "kernels/ops.py"),
+    "linear_cross_entropy": ("kernels/ops.py: _LinearCrossEntropy", "kernels/ops.py: cross_entropy"),
     "attention": ("kernels/ops.py: attention", "kernels/ops.py: _softmax_attention"),
     "gated_linear_attention": (LA + "_gla", LA + "gated_linear_attention_ref"),
     "retention": (LA + "_retention, _gated_retention", LA + "retention_ref"),
@@ -63,8 +63,8 @@ def without_libraries():
 def places(op, backend, device, dtype):
     """(place of the body of `op` that runs for these arguments of `choose`, place of its plain body), for messages."""
     fast, slow = BODIES[op]
-    build.library = op in fused.LIBRARIES and choose(op, backend, device, dtype) == "fused"
-    return fused.place(op) if build.library else fast, slow
+    library = op in fused.LIBRARIES and choose(op, backend, device, dtype) == "fused"
+    return fused.place(op) if library else fast, slow
 
 
 def choose(op, backend, device, dtype=None, cannot=None, library_cannot=None):
