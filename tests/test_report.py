@@ -400,26 +400,40 @@ def test_without_its_packages_a_report_is_one_line_and_a_sweep_keeps_its_records
 
 # ---------------------------------------------------------------------------------------------------------- the numbers
 
+def loss_by_hand(folder, name, documents=slice(None)):
+    """The mean over tokens of some of the documents, from the run's result.json."""
+    losses = json.loads((folder / name / "result.json").read_text())["val_document_losses"]
+    pairs = list(zip(WEIGHTS, losses, strict=True))[documents]
+    return sum(w * loss for w, loss in pairs) / sum(w for w, _ in pairs)
+
+
 def test_losses_are_of_all_files_and_of_seeds_that_chose_nothing(whole):
-    folder, paths, numbers, page = whole
-    results = [json.loads((folder / f"longhorn_1.5M_1024steps_lr0.004_seed{s}/result.json").read_text())
-           for s in (1001, 1002, 1003)]
-    losses = [sum(w * x for w, x in zip(WEIGHTS, r["val_document_losses"], strict=True)) / sum(WEIGHTS)
-              for r in results]
+    folder, _, numbers, page = whole
+    losses = [loss_by_hand(folder, f"longhorn_1.5M_1024steps_lr0.004_seed{seed}") for seed in (1001, 1002, 1003)]
     cell = cell_of(numbers, "longhorn", "1.5M")
     assert list(cell["losses"].values()) == pytest.approx(losses) and cell["learning_rate"] == BEST
     assert cell["mean_loss"] == pytest.approx(fmean(losses)) and cell["sd_loss"] == pytest.approx(stdev(losses))
-    assert list(cell["learning_rates_tried"]) == ["0.002", "0.004", "0.008"]
-    assert f"{fmean(losses):.4f} \u00b1 {stdev(losses):.4f} (3)" in page and set(cell["budgets"]) == {
-        str(steps * BATCH) for steps in (256, 512, 1024)}
+    assert f"{fmean(losses):.4f} \u00b1 {stdev(losses):.4f} (3)" in page
+    assert set(cell["budgets"]) == {str(steps * BATCH) for steps in (256, 512, 1024)}
+    tried = {rate: loss_by_hand(folder, f"longhorn_1.5M_512steps_lr{rate}_seed1", slice(4))
+             for rate in ("0.002", "0.004", "0.008")}
+    assert cell["learning_rates_tried"] == pytest.approx(tried)
     assert "460K, GLA: 1 of 3 planned seeds have no usable run yet." in page
     (why,) = numbers["left_out"]
     assert "result.json is damaged" in why and why.split(" (")[0] in page
     assert [c["size"] for c in numbers["cosines"]] == ["130K", "460K", "1.5M"]
+
+
+def test_points_have_a_line_per_run(whole):
+    folder, paths, numbers, _ = whole
     rows = list(csv.DictReader(paths["points.csv"].open()))
     assert len(rows) == numbers["planned"] and sum(r["status"] == "used" for r in rows) == numbers["runs_used"]
-    row = next(r for r in rows if r["run"] == "longhorn_1.5M_1024steps_lr0.004_seed1001")
-    assert float(row["loss"]) == pytest.approx(losses[0]) and float(row["tokens"]) == STEPS * BATCH
+    name = "longhorn_1.5M_1024steps_lr0.004_seed1001"
+    row = next(r for r in rows if r["run"] == name)
+    loss = loss_by_hand(folder, name)
+    assert float(row["loss"]) == pytest.approx(loss)
+    assert float(row["bits_per_byte"]) == pytest.approx(loss / math.log(2))
+    assert (float(row["tokens"]), row["context"], row["seed"]) == (STEPS * BATCH, "256", "1001")
 
 
 def test_the_multiplier_is_that_of_the_laws(whole):
@@ -679,10 +693,11 @@ def test_markdown_tables_are_whole(whole):
     assert "<script" not in "\n".join(lines) and "](figure.png)" in "\n".join(lines)
 
 
-def test_figures_take_a_style_of_ones_own(whole, tmp_path):
-    plain = whole[1]["figure.png"].read_bytes()
+def test_figures_take_a_style_of_ones_own(tmp_path):
+    make_sweep(tmp_path, **SMALL)
+    plain = report.write(tmp_path)["figure.png"].read_bytes()
     (tmp_path / "mine.mplstyle").write_text("axes.facecolor: yellow\n")
-    styled = report.write(whole[0], tmp_path / "styled", style=tmp_path / "mine.mplstyle")
+    styled = report.write(tmp_path, tmp_path / "styled", style=tmp_path / "mine.mplstyle")
     assert styled["figure.png"].read_bytes() != plain
     with pytest.raises(ConfigError, match="there is no such file"):
-        report.write(whole[0], style=tmp_path / "no.mplstyle")
+        report.write(tmp_path, style=tmp_path / "no.mplstyle")
