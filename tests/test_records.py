@@ -16,11 +16,11 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import left_behind, refused, run_program
+from helpers import ROOT, left_behind, refused, run_program
 
 from common import files
 from common.files import lock_folder
-from runtime import loss_curve, records, telemetry
+from runtime import distributed, loss_curve, records, signals, telemetry
 from runtime.folder import Folder, Found, Progress
 from runtime.records import BadRecord, Log, code_version, environment, read_json, read_log, write_json
 from train import TrainConfig
@@ -253,3 +253,9 @@ def test_a_run_waits_for_the_one_that_may_still_save_what_it_resumes(tmp_path, m
     monkeypatch.setattr(files, "lock_folder", lock)
     with Folder(TrainConfig(out_dir=str(tmp_path), resume=resume, timeout_minutes=minutes), None, None):
         lock.assert_called_once_with(tmp_path, seconds)
+
+
+def test_times_that_tests_shorten_are_those_that_users_are_told():
+    page = (ROOT / "docs/reliability.md").read_text()
+    assert "ten seconds after a signal the run ends with exit code 75" in page and signals.GRACE_SECONDS == 10
+    assert (distributed.ROLL_CALL_SECONDS, telemetry.PICTURE_SECONDS, distributed.EXIT_RETRYABLE) == (5, 60, 75)
