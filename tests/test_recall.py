@@ -452,6 +452,13 @@ def test_a_sweep_from_its_plan_to_the_report(tmp_path, monkeypatch, capsys):
     assert mqar.main(line) == 0 and result.stat().st_mtime_ns == written  # it is not run again
 
 
+def test_the_plan_says_how_long_it_takes(capsys):
+    at = {"T": 64, "pairs": 4, "n_embd": 64, "mixer": "gla", "steps": 10, "flops": 1e14}  # 3e-11 s each
+    mqar.print_plan([runner.Cell("a", [], at)] * 2, 2, "2 CPU cores")
+    assert "2 runs, at most 2e+14 FLOPs, on 2 CPU cores, 2 at a time" in (said := capsys.readouterr().out)
+    assert "about 50 min at most" in said
+
+
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
     """The records of a sweep of four runs."""

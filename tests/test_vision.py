@@ -336,6 +336,7 @@ def test_labels_are_mixed_as_the_pixels_are_and_else_not_touched(kind):
         assert changed.shape == x.shape and changed.isfinite().all() and torch.equal(labels, y)
         assert not torch.equal(changed, images.normalise(x))
     assert torch.equal(images.Augment(small(), 10)(x, y)[0], images.normalise(x))
+    assert images.Augment(small(rand_augment=9), 10).rand_augment.m == 27  # of 30, as 9 of 10
 
 
 @pytest.mark.parametrize("settings, word", [
