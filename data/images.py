@@ -55,7 +55,7 @@ def load(name):
         train, val, classes, about = hub(name)
     else:
         train, val, classes, about, identity["contents"] = folder(name)
-    check_classes(name, classes, {"training": train, "validation": val})
+    check_classes(name, classes, {"validation": val, "training": train})
     about += repr(classes).encode() + train.labels.tobytes() + val.labels.tobytes()
     return train, val, classes, {"sha256": hashlib.sha256(about).hexdigest(), **identity}
 
