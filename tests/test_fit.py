@@ -172,6 +172,18 @@ def test_documents_that_disagree_widen_a_difference():
     assert 0.9 * clustered < d.se < clustered  # the noise of five seeds in each document is taken off
 
 
+def test_a_negative_variance_over_documents_takes_at_most_three_tenths_of_the_seeds():
+    rng = np.random.default_rng(1)
+    shares = []
+    for _ in range(20):
+        a, b = 1 + 0.05 * rng.standard_normal((2, 3, 12))
+        d = compare.difference(a, b, np.ones(12))
+        variance, _ = compare.document_variance(a, b, np.ones(12))
+        shares.append(variance / d.seeds_se**2)
+        assert d.se**2 == pytest.approx(d.seeds_se**2 * (1 + max(shares[-1], -0.3)))
+    assert min(shares) < -0.3 and any(-0.3 < share < 0 for share in shares)
+
+
 def curve_of(loss, budgets, main, seeds=3, noise=0.0, rng=None):
     rng = rng or np.random.default_rng(0)
     return compare.Curve({t: {s: loss(t) + noise * rng.standard_normal() + np.zeros(9) for s in range(seeds)}
