@@ -10,6 +10,8 @@ import inspect
 import itertools
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import mpmath
@@ -1036,6 +1038,15 @@ def test_what_no_sequence_can_be_is_refused_in_a_line(family):
     for state in (lm.initial_state(3), lm.initial_state(1), lm.initial_state(2)[1:]):
         with pytest.raises(ValueError, match=r"^state does not fit 1 layers and a batch of 2: [^\n]*$"):
             lm(idx, state=state)
+
+
+def test_every_program_knows_the_files_of_families():
+    """Each is imported because it is there, in a process of its own."""
+    names = sorted(path.stem for path in (CONFIG.parent / "families").glob("[!_]*.py"))
+    for program in ("sample", "tools.parameters"):
+        code = f"import sys, {program}; print(*sorted(m[9:] for m in sys.modules if m.startswith('families.')))"
+        said = subprocess.check_output([sys.executable, "-c", code], cwd=CONFIG.parent, text=True)
+        assert said.split() == names and "released" in names
 
 
 def test_the_table_is_printed(capsys, monkeypatch):

@@ -199,6 +199,16 @@ def test_mistakes_get_one_line_before_anything_is_said(out, tmp_path, monkeypatc
     refused(run(**{"out_dir": tmp_path, "prompt": "b", **settings}), *words)
 
 
+def test_a_setting_of_former_versions_is_nothing_at_its_default(out, tmp_path):
+    tensors, meta = checkpoint.load(out / "checkpoint.safetensors")
+    for value in (False, True):
+        config = {**meta["config"], "as_released": value, "eval_sets": "a:b"}
+        checkpoint.save(tmp_path / "checkpoint.safetensors", tensors, {**meta, "config": config})
+        result = run(out_dir=tmp_path, prompt="b", max_new_tokens=9)
+        assert value or result.out == run(out_dir=out, prompt="b", max_new_tokens=9).out
+    refused(result, "as_released=True is no setting", "rwkv_released")
+
+
 def test_a_token_that_the_model_does_not_know(tmp_path):
     run_dir = make_run(tmp_path / "run", tiny(vocab_size=98))
     refused(run(out_dir=run_dir, prompt="b"), "token 98, but the model's vocab_size is 98")
