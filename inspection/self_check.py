@@ -225,7 +225,7 @@ TABLE = (
     Row(OPERATORS, OTHER._replace(plain=True), OTHER, "kernels random"),
     Row(OPERATORS, SCANNED._replace(plain=True), SCANNED, "kernels scans"),
     Row(MODES, EVALUATES, Side(logits, "train"), "steady"),
-    Row(MODES._replace(words="", how=" with and without targets"), BESIDE, EVALUATES, "all_logits"),
+    Row(STATES._replace(words="", how=" with and without targets", least=LEAST), BESIDE, EVALUATES, "all_logits"),
     Row(AHEAD, Side(logits_with_another_end, "eval"), EVALUATES, "tokens"),
     Row(STATES._replace(how=" with and without last_only"), Side(logits_of_the_end_alone, "eval"), EVALUATES,
         "last_only"),

@@ -97,7 +97,7 @@ TRAINS = {  # what is edited: (family, function, line, instead); the loss change
     "keys": (HYBRID, "model.Longhorn.scan", "(x, dt, k, q, self.D", "(x, dt, k / 2, q, None"),
     "half the output": ("mamba", "model.ScanBlock.forward", "y = self.out_proj(y)", "y = self.out_proj(y) / 2"),
     "decay of GLA": ("gla", "model.GLA.forward", "(x))) / 16", "(x))) / 8"),
-    "parallel branches": ("llama", "model.Layer.forward", "y, s = branch(h, s)", "y, s = branch(h - sum(after), s)"),
+    "twice each branch": ("llama", "model.Layer.forward", "h = h + y", "h = h + 2 * y"),
     "eps of the norms": ("llama", "model.RMSNorm.forward", "self.eps", "1e-3"),
 }
 SCAN = "longhorn_scan.cu and kernels/scan.py (longhorn_scan) disagree by"
@@ -129,7 +129,7 @@ STOPS = {  # what is edited: (family, function, line, instead, what the start sa
         "retnet", "kernels.linear_attention._retention", "n], same)", "n], None)", "(retention)", PACK),
     # the loss
     "a cap of the logits": (HYBRID, "model.LM.forward", "F.linear(h, self.embed.weight)  #",
-                            "F.linear(h, self.embed.weight).clamp(-15, 15)  #",
+                            "15 * torch.tanh(F.linear(h, self.embed.weight) / 15)  #",
                             "model.py: LM.forward, the loss alone and the loss from logits", {}),
     "a small z-loss": (HYBRID, "model.LM.forward", "loss = cross_entropy(logits, targets)",
                        "loss = cross_entropy(logits, targets) + 1e-5 * logits.logsumexp(-1).square().mean()",
@@ -468,7 +468,7 @@ def test_the_body_that_trains_is_compared_in_the_dtype_that_it_takes(family, lib
     """TF32's products are no edit: every family starts. In float32 nothing that takes 16 bits runs."""
     line, trained = self_check(small_lm(family), torch.bfloat16), set(libraries.called)
     assert trained == BY_LIBRARY.get(family, ("", set()))[1]
-    assert 0.1 < float(re.search(r"in bfloat16 to (\S+) times the plain operators' rounding", line)[1]) <= 3
+    assert 0 < float(re.search(r"in bfloat16 to (\S+) times the plain operators' rounding", line)[1]) <= 3
     libraries.called.clear()
     if "attention" not in trained:  # which the user asks for, and cannot have
         assert "bfloat16" not in self_check(small_lm(family))
