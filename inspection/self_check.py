@@ -420,7 +420,7 @@ class Check:
     def operator(self, row, gap):
         """The operator without whose fast body a row's sides agree, or None."""
         left = {}
-        for operator in choose.BODIES if row.kind not in (RANDOM, ALWAYS_RANDOM) else ():
+        for operator in choose.BODIES if row.kind not in (RANDOM, ALWAYS_RANDOM, COMPILED) else ():
             with choose.plain(operator):
                 left[operator] = max(self.gaps(row, self.measured)).excess
         best = min(left, key=left.get, default=None)

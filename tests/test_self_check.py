@@ -236,7 +236,7 @@ KERNELS = {"half the step size": ("step", "if (BROKEN) { Step<V> s = longhorn_st
            "twice the gradient of the step size": ("step gradients", "if (BROKEN) de = 2.0f * de;")}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def broken(builds):
     """broken(*names): the CPU library runs with these edits of KERNELS."""
     text = source_text()
@@ -292,6 +292,7 @@ def test_what_only_a_compiled_layer_computes_stops(edit):
     lm = model_of("llama", n_layer=1, n_embd=16, vocab_size=32)
     assert "compiled layers and layers as they are" in self_check(lm, compiled=True)
     edit("model.SwiGLU.forward", "self.w3(x))", "self.w3(x) * (1.01 if torch.compiler.is_compiling() else 1))")
+    torch._dynamo.reset()  # it keeps what it compiled before the edit
     assert "compiled" not in self_check(lm)
     assert re.search("Layer.forward compiled and as it is disagree by .*--compile=false", stopped(lm, compiled=True))
 
@@ -348,7 +349,7 @@ def test_a_mixer_with_only_forward_or_sizes_of_its_own_starts(mixer, sizes, monk
     ("model.LM.forward", "check_tokens(idx)", "check_tokens(idx)\n    assert self.config.n_embd == 96", {"n_embd": 96}),
     ("model.LM.forward", "loss = cross_entropy(logits, targets)",
      "loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction='sum')", {"loss_from_logits": True}),
-    ("model.LM.forward", "self.norm(h[:", "self.layers[0].requires_grad_(False) and self.norm(h[:", {})],
+    ("model.LM.forward", "self.norm(h)", "self.layers[0].requires_grad_(False) and self.norm(h)", {})],
     ids=["dropout", "layers[5]", "asserts", "sum of losses", "frozen"])
 def test_these_edits_start(target, line, instead, settings, edit):
     edit(target, line, instead)
