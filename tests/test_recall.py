@@ -1,8 +1,7 @@
 """experiments/recall/: the examples against the benchmark's description, the mixers against sums over all pairs of
 positions, a run that is killed and resumes, one on two processes, and a sweep from its plan to the figure.
 
-The statistics are tests of chance with fixed seeds: a p-value below 1e-4 fails. That they can fail is shown on draws
-that are nearly right.
+The statistics are tests of chance with fixed seeds: a p-value below 1e-4 fails.
 
     python -m pytest tests/test_recall.py
 """
@@ -20,12 +19,13 @@ import pytest
 import torch
 from helpers import log_lines, record
 from scipy import stats
+from torch.testing import assert_close
 
 import optim
 from experiments import records
 from experiments.recall import cell, models, mqar, report
 from experiments.recall.models import MIXERS, Recall
-from experiments.recall.task import PAIRS, Examples, Task, distinct, generate, overlap
+from experiments.recall.task import PAIRS, Examples, Task, distinct, generate
 from experiments.sweeps import runner
 from inspection import counting
 from model import ModelConfig, tensors_of
@@ -39,31 +39,21 @@ NEW = {"short BaseConv": models.BaseConv, "long BaseConv": models.LongBaseConv, 
 
 # ------------------------------------------------------------------------------------------------------------ the task
 
-@pytest.mark.parametrize("task", [Task(64), Task(512), Task(40, 10, 64, 0.5), Task(101, 3, 9, 1.0),
-                                  Task(16, 4, 2**17, -0.5), Task(4, 1, 4)], ids=str)
+@pytest.mark.parametrize("task", [Task(64), Task(101, 3, 9, 1.0), Task(16, 4, 2**17, -0.5), Task(4, 1, 4)], ids=str)
 def test_every_key_once_before_its_query_and_every_label_right(task):
     examples, P, half = generate(task, 2500, seed=1), task.pairs, task.vocab_size // 2
-    assert examples.tokens.shape == (2500, task.T) and examples.where.shape == examples.values.shape == (2500, P)
-    arrays = (examples.tokens, examples.where, examples.values)
-    for tokens, where, values in zip(*(a.tolist() for a in arrays), strict=True):
+    backwards = np.arange(2500)[::-1]
+    idx, targets = examples.batch(backwards, "cpu")
+    rows = zip(idx.tolist(), targets.tolist(), examples.distances()[backwards].tolist(), strict=True)
+    for tokens, labels, distances in rows:
         keys = tokens[0:2 * P:2]
         pairs = dict(zip(keys, tokens[1:2 * P:2], strict=True))
-        assert len(pairs) == len(set(pairs.values())) == P == len(set(where))
+        assert len(pairs) == len(set(pairs.values())) == P and len(tokens) == task.T
         assert all(1 <= key < half <= value < task.vocab_size for key, value in pairs.items())
-        queries = {t: pairs[token] for t, token in enumerate(tokens) if t >= 2 * P and token}
-        assert queries == dict(zip(where, values, strict=True)) and all(t % 2 == 0 for t in where)
-        assert [tokens[t] for t in where] == keys
-
-
-def test_targets_and_distances_of_a_batch():
-    examples = generate(Task(64, 8), 50, seed=1)
-    idx, targets = examples.batch(np.array([7, 3]), "cpu")
-    assert (idx == torch.from_numpy(examples.tokens[[7, 3]]).long()).all()
-    for row, n in enumerate((7, 3)):
-        labels = dict(zip(examples.where[n].tolist(), examples.values[n].tolist(), strict=True))
-        assert targets[row].tolist() == [labels.get(t, -1) for t in range(64)]
-        key_at = {key: t for t, key in enumerate(examples.tokens[n, :16].tolist())}
-        assert examples.distances()[n].tolist() == [t - key_at[examples.tokens[n, t]] for t in sorted(labels)]
+        queries = [t for t in range(2 * P, task.T) if tokens[t]]
+        assert sorted(keys) == sorted(tokens[t] for t in queries) and all(t % 2 == 0 for t in queries)
+        assert labels == [pairs[token] if t in queries else -1 for t, token in enumerate(tokens)]
+        assert distances == [t - 2 * keys.index(tokens[t]) for t in queries]
 
 
 def power_law(T, pairs, a):
@@ -79,10 +69,9 @@ def chi_square(counts, p):
     return stats.chisquare(got[want > 0], want[want > 0]).pvalue
 
 
-@pytest.mark.parametrize("T, pairs, a", [(64, 4, 0.01), (512, 64, 0.01), (32, 4, 2.5), (64, 8, 1.0)])
+@pytest.mark.parametrize("T, pairs, a", [(64, 4, 0.01), (32, 4, 2.5)])
 def test_gaps_follow_the_power_law(T, pairs, a):
-    task, n = Task(T, pairs, power_a=a), 100_000 if T < 512 else 40_000
-    slots = (generate(task, n, seed=5).where.astype(int) - 2 * pairs) // 2
+    slots = (generate(Task(T, pairs, power_a=a), 100_000, seed=5).where.astype(int) - 2 * pairs) // 2
     p = power_law(T, pairs, a)
     assert chi_square(np.bincount(slots[:, 0], minlength=len(p)), p) > 1e-4
     # the second pair's given the first's: the same law over what is left
@@ -90,9 +79,6 @@ def test_gaps_follow_the_power_law(T, pairs, a):
     second = slots[slots[:, 0] == first, 1]
     left = np.delete(p, first)
     assert chi_square(np.delete(np.bincount(second, minlength=len(p)), first), left / left.sum()) > 1e-4
-    # a law that is a little off is refused
-    q = power_law(T, pairs, a + 0.1)
-    assert chi_square(np.bincount(slots[:, 0], minlength=len(q)), q) < 1e-4
 
 
 @pytest.mark.parametrize("k, n", [(2, 4), (3, 5), (2, 7)])  # drawn again where they repeat; permuted where k is large
@@ -102,22 +88,12 @@ def test_distinct_numbers_in_every_order_alike(k, n):
     assert counts.sum() == len(x) and stats.chisquare(counts).pvalue > 1e-4
 
 
-def test_no_overlap_between_train_and_test():
-    train, test = (generate(Task(64), n, 1, split) for split, n in (("train", 100_000), ("test", 3000)))
-    assert overlap(train, test) == 0
-    assert len({row.tobytes() for row in train.tokens}) == len(train)
-    copied = Examples(test.tokens.copy(), test.where, test.values)
-    copied.tokens[17] = train.tokens[99_999]
-    assert overlap(train, copied) == 1
-
-
 def test_examples_depend_on_seed_split_and_task_alone():
     task = Task(64)
     some = generate(task, 5000, seed=1, threads=1)
-    for other in (generate(task, 5000, seed=1, threads=3), generate(task, 9000, seed=1)):
-        assert (other.tokens[:5000] == some.tokens).all() and (other.where[:5000] == some.where).all()
-        assert (other.values[:5000] == some.values).all()
-    assert some.sha256() == generate(task, 5000, seed=1).sha256()
+    more = generate(task, 9000, seed=1, threads=3)
+    assert Examples(more.tokens[:5000], more.where[:5000], more.values[:5000]).sha256() == some.sha256()
+    assert (more.where[:5000] == some.where).all()
     splits = ("train", "test", "pairs")
     assert len({generate(task, 50, seed, split).sha256() for seed in (0, 1, 2) for split in splits}) == 9
     # another random generator in numpy would silently change every record
@@ -195,8 +171,8 @@ def test_against_direct_sums(name):
     m, x = mixer_of(name), x.requires_grad_()
     y, true = m(x), by_hand(name, m, x)
     y = y[0] if isinstance(y, tuple) else y
-    torch.testing.assert_close(y, true, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(*(torch.autograd.grad(a, x, dy)[0] for a in (y, true)), rtol=1e-5, atol=1e-6)
+    assert_close(y, true, rtol=1e-6, atol=1e-7)
+    assert_close(*(torch.autograd.grad(a, x, dy)[0] for a in (y, true)), rtol=1e-5, atol=1e-6)
     if name == "Hyena":
         with pytest.raises(ValueError, match="25 tokens, but the long convolution has 24 taps"):
             m(x.new_zeros(2, 25, 12))
@@ -211,12 +187,11 @@ def test_chunks_equal_the_whole_sequence(mixer):
             m.initial_state(2)
         assert counting.state_size(m, 24) == {"hyena": 2 * (24 * 16 + 6 * 16), "baseconv": 2 * 16 + 24 * 16}[mixer]
         return
-    for splits in ([24], [1] * 24, [5, 1, 2, 16]):
-        state, parts = m.initial_state(2), []
-        for part in idx.split(splits, 1):
-            logits, _, state = m(part, state=state)
-            parts.append(logits)
-        torch.testing.assert_close(torch.cat(parts, 1), m(idx)[0], rtol=1e-4, atol=1e-4)
+    state, parts = m.initial_state(2), []
+    for part in idx.split([5, 1, 2, 16], 1):
+        logits, _, state = m(part, state=state)
+        parts.append(logits)
+    assert_close(torch.cat(parts, 1), m(idx)[0], rtol=1e-4, atol=1e-4)
     assert sum(a.numel() for a in tensors_of(state)) == 2 * counting.state_size(m, 24)
 
 
@@ -237,22 +212,15 @@ def tiny(mixer):
 
 @ALL_MIXERS
 @torch.no_grad()
-def test_a_token_changes_nothing_before_it_and_the_loss_is_taken_at_the_queries(mixer):
+def test_the_loss_is_taken_at_the_queries(mixer):
     m, idx = tiny(mixer), torch.randint(32, (2, 24), generator=torch.Generator().manual_seed(1))
-    before, _ = m(idx)
-    for t in (0, 5, 23):
-        other = idx.clone()
-        other[:, t] = (other[:, t] + 1) % 32
-        after, _ = m(other)
-        torch.testing.assert_close(after[:, :t], before[:, :t], rtol=1e-5, atol=1e-5)
-        assert (after[:, t] - before[:, t]).abs().max() > 1e-4
+    everywhere, _ = m(idx)
     targets = torch.full((2, 24), -1)
     targets[0, [3, 20]], targets[1, [7, 8]] = torch.tensor([5, 6]), torch.tensor([7, 31])
     logits, loss = m(idx, targets)
-    torch.testing.assert_close(logits, torch.stack([before[0, 3], before[0, 20], before[1, 7], before[1, 8]]))
-    nats = [-torch.log_softmax(row, 0)[label] for row, label in zip(logits, (5, 6, 7, 31), strict=True)]
-    torch.testing.assert_close(loss, sum(nats) / 4)
-    torch.testing.assert_close(m(idx, targets, loss_only=True)[1], loss)
+    assert_close(logits, everywhere[[0, 0, 1, 1], [3, 20, 7, 8]])
+    assert_close(loss, -logits.log_softmax(1)[range(4), [5, 6, 7, 31]].sum() / 4)
+    assert_close(m(idx, targets, loss_only=True)[1], loss)
     every = 3 * (counting.forward_flops(m.modules(), 24) + 2 * 32 * 16)  # with the head at all 24 positions, not at 3
     assert 24 * (every - counting.flops_per_token(m)["total"]) == pytest.approx(21 * 6 * 32 * 16)
 
@@ -286,7 +254,7 @@ def test_a_tenth_of_the_embedding_is_dropped_in_training_alone(mixer):
         assert torch.equal(kept, whole)
     else:
         assert (kept == 0).double().mean().item() == pytest.approx(0.1, abs=0.02)
-        torch.testing.assert_close(kept[kept != 0], whole[kept != 0] / 0.9)
+        assert_close(kept[kept != 0], whole[kept != 0] / 0.9)
     model.dropout = 0.0
     assert torch.equal(model(idx)[0], model(idx)[0]) == (mixer != "attention")  # which drops some of its weights too
 
@@ -311,11 +279,11 @@ def test_a_run_and_its_records(tmp_path, capsys):
     assert [e["lr"] for e in read_log(tmp_path / "a", "train")] == [0.005] * 2  # steps 20 and 24, of the second epoch
     assert result["tokens"] == 24 * 50 * 16
     assert config["config"]["max_iters"] == result["steps"] == 24 and config["derived"]["steps_per_epoch"] == 12
-    assert log[-1]["accuracy"] == result["accuracy"] and 0 <= result["accuracy"] <= 1 and not result["reached"]
+    assert log[-1]["accuracy"] == result["accuracy"]
     assert result["state_size"] == 2 * 16 + 73 * 17 and [b["pairs"] for b in result["by_pairs"]] == [2, 4]
     assert sum(b["queries"] for b in result["by_distance"]) == 100
     right = sum(b["queries"] * b["accuracy"] for b in result["by_distance"])
-    assert right == pytest.approx(100 * result["accuracy"])
+    assert right == pytest.approx(100 * result["accuracy"]) and not result["reached"]
     assert config["data"]["sha256"]["test"] == generate(Task(16, 2, 32), 50, 3, "test").sha256()
     assert (tmp_path / "a/loss.png").exists() and (tmp_path / "a/checkpoint.safetensors").exists()
     assert small_run(tmp_path / "a", *settings, "--resume=auto") == result
@@ -325,7 +293,7 @@ def test_a_run_and_its_records(tmp_path, capsys):
 def test_it_learns_and_stops_at_the_accuracy_asked_for(tmp_path):
     result = small_run(tmp_path / "a", "--model=longhorn", "--n_embd=32", "--vocab_size=64", "--train_examples=20000",
                        "--epochs=4", "--eval_interval=25", "--stop_at=0.4", "--learning_rate=1e-2")
-    assert result["reached"] and 0.4 <= result["accuracy"] and result["steps"] < 4 * 400 and result["steps"] % 25 == 0
+    assert result["reached"] and 0.4 <= result["accuracy"] and result["steps"] < 4 * 400
 
 
 def test_the_rate_is_a_cosine_stepped_once_per_epoch():
@@ -344,11 +312,12 @@ def test_accuracy_is_that_of_answers_one_example_at_a_time():
     assert model.training
     model.eval()
     nats = []
-    for n, (tokens, where, values) in enumerate(zip(data.test.tokens, data.test.where, data.test.values, strict=True)):
-        logits = model(torch.from_numpy(tokens[None]).long())[0][0].log_softmax(-1)
-        asked = sorted(zip(where, values, strict=True))
-        assert right[n].tolist() == [logits[t].argmax() == value for t, value in asked]
-        nats += [-logits[t, value].item() for t, value in asked]
+    for n in range(40):
+        idx, targets = data.test.batch([n], "cpu")
+        labels = targets[targets >= 0]
+        chances = model(idx)[0][targets >= 0].log_softmax(-1)
+        assert right[n].tolist() == (chances.argmax(-1) == labels).tolist()
+        nats += (-chances[range(3), labels]).tolist()
     assert loss == pytest.approx(np.mean(nats), rel=1e-5)
     rows = {b["from"]: b["accuracy"] for b in cell.by_distance(right, data.test.distances())}
     assert rows[4] == right[(data.test.distances() >= 4) & (data.test.distances() < 8)].mean()
@@ -401,9 +370,8 @@ def test_killed_and_resumed_it_is_the_same_run_to_the_last_bit(tmp_path, launch)
     assert process.end() == [-signal.SIGKILL] and not (parts / "result.json").exists()
     small_run(parts, *settings, "--resume=auto")
     assert log_lines(parts) == log_lines(whole) and len(log_lines(whole)) == 9 + 1 + 5
-    one, two = (record(folder) | dict.fromkeys(("seconds", "tokens_per_second", "memory_bytes"))
-                for folder in (parts, whole))
-    assert one == two
+    clock = dict.fromkeys(("seconds", "tokens_per_second", "memory_bytes"))
+    assert record(parts) | clock == record(whole) | clock
 
 
 def test_two_processes_train_as_one_does(tmp_path, launch):
@@ -412,7 +380,7 @@ def test_two_processes_train_as_one_does(tmp_path, launch):
     r = launch([*SMALL, f"--out_dir={tmp_path / 'two'}", *settings], 2, main=cell.main)
     assert r.end() == [0, 0], r.said()
     two, one = record(tmp_path / "two"), small_run(tmp_path / "one", *settings)
-    assert (two["processes"], one["processes"], one["steps"], two["steps"]) == (2, 1, 26, 26)
+    assert (two["processes"], two["steps"]) == (2, 26)
     assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-4)
     losses = [[e["train_loss"] for e in read_log(tmp_path / name, "train")] for name in ("one", "two")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
@@ -446,7 +414,6 @@ def test_a_sweep_from_its_plan_to_the_report(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "1 runs" in printed and "experiments/recall/mqar.py cell --model=based --block_size=16" in printed
     assert mqar.main(line) == 0 and "report.png" in capsys.readouterr().out
-    assert len(records.read(tmp_path / "x/report.json")) == 1
     result = tmp_path / "x/based_T16_d16_lr0.01_seed1/result.json"
     written = result.stat().st_mtime_ns
     assert mqar.main(line) == 0 and result.stat().st_mtime_ns == written  # it is not run again
@@ -476,15 +443,10 @@ def test_the_report_of_a_sweep_and_of_its_record(swept, tmp_path):
     runs = records.read(paths["json"])
     assert len(runs) == 4 and set(runs.left_out) == {""} and runs.attrs["settings"]["train_examples"] == 600
     for run in runs.itertuples():
-        events = map(json.loads, (swept / run.run / "log.jsonl").read_text().splitlines())
-        assert run.curve == [[e["step"], e["accuracy"], e["val_loss"]] for e in events if e["event"] == "eval"]
-    points = report.summarise(runs)
-    assert [p["mixer"] for p in points] == ["based", "longhorn"]
-    for point in points:
-        results = [json.loads(p.read_text()) for p in swept.glob(f"{point['mixer']}_*/result.json")]
-        assert max(r["accuracy"] for r in results) == max(point["rates"].values())
-        assert point["accuracy"] in [row["accuracy"] for r in results for row in r["by_pairs"] if row["pairs"] == 2]
-        assert set(point["rates"]) == {0.01, 0.001} and point["seeds"] == [1] and point["epochs"] == 1
+        assert run.curve == [[e["step"], e["accuracy"], e["val_loss"]] for e in read_log(swept / run.run, "eval")]
+        result = record(swept / run.run)
+        assert [run.accuracy, run.epochs, run.seed] == [result["accuracy"], 1, 1]
+        assert run.recall in [row["accuracy"] for row in result["by_pairs"] if row["pairs"] == 2]
     assert paths["png"].read_bytes()[:4] == b"\x89PNG" and "](x.png)" in paths["md"].read_text()
     assert "<td>Longhorn</td>" in paths["html"].read_text()
 
@@ -500,7 +462,6 @@ def edit(path, section=None, **changes):
     ("result.json", None, {"accuracy": 1.5}, "accuracy is 1.5"), ("result.json", None, {"by_pairs": []}, "lack"),
     ("config.json", "config", {"learning_rate": 3.0}, "learning_rate is 3.0"),
     ("config.json", "config", {"epochs": 9}, "epochs 9 where most have 1"),
-    ("config.json", "config", {"batch_examples": 9}, "batch_examples 9 where most have 50"),
     ("config.json", "data", {"sha256": {"test": "0"}}, "not comparable: test 0")])
 def test_a_bad_record_is_named_and_left_out(swept, tmp_path, file, section, changes, word):
     shutil.copytree(swept, tmp_path / "copy")
@@ -517,7 +478,7 @@ def test_a_bad_record_is_named_and_left_out(swept, tmp_path, file, section, chan
 def test_rates_that_compete_have_the_same_settings(swept, tmp_path):
     shutil.copytree(swept, tmp_path / "copy")
     edit(tmp_path / "copy/longhorn_T16_d16_lr0.01_seed1/config.json", "config", d_state=99)
-    (left,) = (reason for reason in records.read(tmp_path / "copy").left_out if reason)
+    (left,) = filter(None, records.read(tmp_path / "copy").left_out)
     assert re.search(r"not comparable: d_state \d+ where most have \d+$", left)
 
 
@@ -530,10 +491,9 @@ def test_a_run_that_diverged_never_gets_there(swept, tmp_path):
         with open(folder / "log.jsonl", "a") as log:
             log.writelines(f'{{"event": "skipped", "step": {step}, "train_loss": NaN}}\n' for step in range(90, 100))
         longhorn = [p for p in report.summarise(records.read(tmp_path / "copy")) if p["mixer"] == "longhorn"]
-        if rate == "0.01":
-            (point,) = longhorn
+        for point in longhorn:
             assert point["learning_rate"] == 1e-3 and point["rates"][1e-2] == 0 and point["half"][1e-2] == [math.inf]
-    assert longhorn == []
+        assert len(longhorn) == (rate == "0.01")
 
 
 def finished(mixer="longhorn", T=64, n_embd=64, rate=1e-2, seed=1, accuracy=0.5):
@@ -558,24 +518,18 @@ def table_of(tmp_path, runs):
     return records.read(tmp_path / "runs.json")
 
 
-def page_of(runs):
-    return re.sub(" +", " ", "\n".join(filter(None, report.page(runs, report.summarise(runs), ""))))
-
-
 def test_the_best_rate_and_the_spread_over_seeds(tmp_path):
     ran = [finished(rate=1e-2, seed=1, accuracy=0.95), finished(rate=1e-2, seed=2, accuracy=0.05),
            finished(rate=1e-3, seed=1, accuracy=0.7), finished(rate=1e-3, seed=2, accuracy=0.6),
            finished(rate=1e-4, accuracy=0.99)]
-    runs = table_of(tmp_path, ran)
-    (point,) = report.summarise(runs)
+    (point,) = report.summarise(table_of(tmp_path, ran))
     assert point["learning_rate"] == 1e-3 and point["rates"][1e-3] == pytest.approx(0.65)  # of rates with both seeds
     assert point["accuracy"] == pytest.approx(0.64)  # of examples that chose nothing
     assert (point["lowest"], point["highest"], point["seeds"]) == (0.59, pytest.approx(0.69), [1, 2])
     assert point["half"] == {1e-4: pytest.approx([14.4944], abs=1e-3), 1e-3: pytest.approx([16.667, 18.0], abs=1e-3),
                              1e-2: [pytest.approx(14.706, abs=1e-3), math.inf]}
     assert point["by_distance"] == {"2-3": pytest.approx((0.7 * 10 + 0.6 * 20) / 30)}  # seed 2 has twice the queries
-    assert ("| 64 | 4 | 64 | Longhorn | 64.0 (59.0 .. 69.0, 2 seeds) | 0.001 | 0.0001: 99.0, 0.001: 65.0, 0.01: 50.0 | "
-            "1.25 | 3 | 640 | 5,000 |") in page_of(runs)
+    assert (point["epochs"], point["seconds"], point["state_size"], point["parameters"]) == (1.25, 3, 640, 5000)
     (point,) = report.summarise(table_of(tmp_path, [finished(rate=rate) for rate in (1e-2, 1e-3)]))
     assert point["learning_rate"] == 1e-3  # the smaller of two that are alike
     points = report.summarise(table_of(tmp_path, [*ran, finished("own", 512, 128), finished("own", 512, 64)]))
@@ -583,36 +537,28 @@ def test_the_best_rate_and_the_spread_over_seeds(tmp_path):
     assert (tmp_path / "f.png").stat().st_size > 10_000 and len(points) == 3
 
 
-def test_steps_to_half_are_compared_by_all_ways_to_divide_them(tmp_path):
-    times, never = [260, 390, 260, 300, 310, 280], math.inf
-    slow = [2080, never, 650, never, 900, 2000]
-    assert report.mann_whitney(times, slow) == pytest.approx(2 / math.comb(12, 6)) == report.mann_whitney(slow, times)
+def test_steps_to_half_are_compared_by_all_ways_to_divide_them():
+    never = math.inf
     assert report.mann_whitney([1, 3, 5], [2, 4, 6]) == pytest.approx(
         stats.mannwhitneyu([1, 3, 5], [2, 4, 6], method="exact").pvalue)
-    assert report.mann_whitney([never] * 3, [never] * 3) == 1 and report.mann_whitney([1.0], times) is None
+    assert report.mann_whitney([never] * 3, [never] * 3) == 1 and report.mann_whitney([1.0], [2, 3]) is None
     tied, other = [1, 2, 2, 3, never], [2, 3, 3, never]
     off = lambda a: abs(sum(stats.rankdata(tied + other)[list(a)]) - 25)
     ways = [off(a) for a in combinations(range(9), 5)]
     assert report.mann_whitney(tied, other) == pytest.approx(np.mean([way >= off(range(5)) for way in ways]))
     assert report.mann_whitney(range(20), range(20, 40)) == pytest.approx(2 / math.comb(40, 20))  # not one by one
-    runs = [finished(m, seed=s, accuracy=a + s / 100) for m, a in (("longhorn", 0.9), ("mamba", 0.2)) for s in range(6)]
-    text = page_of(table_of(tmp_path, runs))
-    margin = stats.t.ppf(0.975, 10) * math.sqrt(2 * np.var([s / 100 for s in range(6)], ddof=1) / 6)
-    interval = f"70.0 ({70 - 100 * margin:.1f} .. {70 + 100 * margin:.1f})"  # Student's, which Welch's is here
-    assert f"| Longhorn minus Mamba | {interval} | 0.0022 |" in text and "never, never" in text
 
 
 @pytest.mark.parametrize("line, word", [
     ("run --mixers=longhorm --dry-run", "unknown mixer"), ("run --lr=3 --dry-run", "unknown key"),
     ("run --seed=3", "the sweep sets that"), ("run epochs=3", "given as --key=value"),
     ("run --Ts=100 --dry-run", "give --pairs"), ("run --mixers=gla --widths=31 --dry-run", "n_head"),
-    ("report /nowhere", "holds no sweep"), ("report /no.json", "holds no sweep"), ("report --x=1", "unknown option"),
-    ("cell --pairs=5", "at least four times the pairs"), ("cell --pairs=-1", "four times"),
+    ("report /nowhere", "holds no sweep"), ("report --x=1", "unknown option"),
+    ("cell --pairs=5", "at least four times the pairs"),
     ("cell --vocab_size=4", "give at least 6"), ("cell --power_a=99", "nearer to 1"),
-    ("cell --learning_rate=0", "above 0"), ("cell --epochs=0", "at least 1"),
-    ("cell --model=longhorm", "unknown mixer"), ("cell --vocab_size=6", "also in the training set"),
-    ("cell --eval_interval=-1", "0 or more"), ("cell --mixer=x", "--model"),
-    ("cell --pattern=mamba", "not for recall"), ("cell --eval_tasks_interval=2", "not for recall"),
+    ("cell --epochs=0", "at least 1"),
+    ("cell --model=longhorm", "unknown mixer"), ("cell --vocab_size=6", "of 50 test examples are also"),
+    ("cell --mixer=x", "--model"), ("cell --pattern=mamba", "not for recall"),
     ("cell --batch_tokens=4096", "batch_examples"), ("cell --backend=gpu", "unknown backend")])
 def test_mistakes_are_one_line(line, word, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
