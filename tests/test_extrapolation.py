@@ -5,6 +5,7 @@ position is known beforehand, so that a sequence that began with another's state
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -13,6 +14,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import helpers
 import numpy as np
 import pytest
 import torch
@@ -23,7 +25,6 @@ from scipy import stats
 
 import configurator
 import families  # noqa: F401
-from bench.measure import finite
 from common import errors
 from common.errors import ConfigError
 from data import prepared
@@ -39,9 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHAPE = dict(n_layer=2, n_embd=32, n_head=2, d_state=4, mlp_multiple=16, vocab_size=64, block_size=16)
 
 
-def tiny(family, seed=0):
-    torch.manual_seed(seed)
-    return LM(ModelConfig(model=family, **SHAPE)).eval()
+tiny = functools.partial(helpers.tiny, **SHAPE)
 
 
 def some_rows(K=3, M=64, seed=0):
@@ -86,13 +85,11 @@ def test_longest_sequences_stay_within_documents():
     assert ex.longest_sequences(227, documents, 110) == ([0, 110], None)  # no document is so long: they lie end to end
     assert ex.longest_sequences(1001, None, 100) == ([100 * i for i in range(10)], None)
     assert ex.longest_sequences(1001, None, 100, 300) == ([0, 300, 600], None)
-    with pytest.raises(ConfigError, match="--eval_tokens=99 is less than one sequence of the longest length, 100"):
-        ex.longest_sequences(1001, None, 100, 99)
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
 
-@pytest.mark.parametrize("family", ("longhorn", "llama", "mesa"))
+@pytest.mark.parametrize("family", ("longhorn", "llama"))
 def test_chunks_give_the_loss_of_whole_sequences(family):
     lm, rows = tiny(family), some_rows()
     for T, chunk, batch_size in ((64, 24, 2), (8, 24, 1)):
@@ -117,19 +114,18 @@ def test_a_planted_loss_that_grows_with_position_is_seen(capsys):
     assert "difference" not in lengths_read[0] and last["against"] == 16
     assert last["difference"] == pytest.approx(0.56, abs=1e-5)
     assert last["difference_standard_error"] < 1e-6  # all sequences change alike
-    by_place = dict(zip(last["difference_by_place"]["edges"], last["difference_by_place"]["difference"], strict=False))
-    assert by_place[8] == pytest.approx(0, abs=1e-6) and by_place[64] == pytest.approx(0.01 * (95.5 - 7.5), abs=1e-5)
+    by_place = last["difference_by_place"]
+    assert by_place["edges"][-2:] == [64, 128] and by_place["difference"][:4] == pytest.approx([0] * 4, abs=1e-6)
+    assert by_place["difference"][-1] == pytest.approx(0.01 * (95.5 - 7.5), abs=1e-5)
     assert f"128  loss {last['loss']:.4f} +- 0.0000, perplexity" in capsys.readouterr().out.splitlines()[2]
 
 
 def test_a_loss_that_is_not_finite_is_a_hole_in_the_numbers():
     height = lambda p: torch.where(p < 40, torch.ones(()), torch.tensor(math.nan))
-    lengths_read, _ = measure(Planted(height), torch.zeros(3, 65, dtype=torch.long), [16, 64])
-    short, long = lengths_read
+    (short, long), _ = measure(Planted(height), torch.zeros(3, 65, dtype=torch.long), [16, 64])
     assert short["loss"] == pytest.approx(1) and math.isnan(long["loss"]) and math.isnan(long["difference"])
     by_place = long["difference_by_place"]["difference"]
     assert by_place[:6] == pytest.approx([0] * 6, abs=1e-6) and math.isnan(by_place[-1])
-    assert finite(lengths_read)[1]["loss"] is None
 
 
 def test_differences_are_paired():
@@ -141,9 +137,7 @@ def test_differences_are_paired():
     assert math.isnan(ex.mean_and_error([1.0])[1]) and math.isnan(ex.mean_and_error([1.0, None])[0])
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), RuntimeError(
-    "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes.")])
-def test_an_allocation_that_fails_ends_the_length_only(error, capsys):
+def test_an_allocation_that_fails_ends_the_length_only(capsys):
     def planted(error):
         def height(p):
             if p.max() >= 20:
@@ -151,10 +145,9 @@ def test_an_allocation_that_fails_ends_the_length_only(error, capsys):
             return 0.01 * p
         return measure(Planted(height), torch.zeros(2, 65, dtype=torch.long), [16, 32, 64])
 
-    lengths_read, states = planted(error)
-    assert "loss" in lengths_read[0] and "memory ran out at 32 tokens" in lengths_read[1]["left_out"] and states == {}
-    assert lengths_read[2]["left_out"] == lengths_read[1]["left_out"]
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    (first, *others), states = planted(torch.OutOfMemoryError("CUDA out of memory. Tried"))
+    assert "loss" in first and states == {} and len(capsys.readouterr().out.splitlines()) == 2
+    assert [x["length"] for x in others if "memory ran out at 32 tokens" in x["left_out"]] == [32, 64]
     with pytest.raises(RuntimeError, match="shapes"):  # what is no lack of memory is an error
         planted(RuntimeError("shapes do not fit"))
 
@@ -162,13 +155,12 @@ def test_an_allocation_that_fails_ends_the_length_only(error, capsys):
 # ---------------------------------------------------------------------------------------------------------------- norms
 
 @pytest.mark.parametrize("family, pick", [
-    ("longhorn", lambda s: s[1]), ("mamba", lambda s: s[1]), ("gla", lambda s: s), ("retnet", lambda s: s),
-    ("rwkv", lambda s: s[1]), ("deltanet", lambda s: s[1]), ("rwkv4", lambda s: s[1] / s[2])])
+    ("longhorn", lambda s: s[1]), ("gla", lambda s: s), ("rwkv", lambda s: s[1]), ("rwkv4", lambda s: s[1] / s[2])])
 def test_norms_are_those_of_the_state(family, pick):
     lm, rows, at = tiny(family), some_rows(), [4, 16, 40, 64]
     norms = ex.state_norms(lm, rows, at, 24)
-    both = family in ("longhorn", "mamba")  # families of two mixers a layer
-    assert [int(name.split()[0]) for name in norms] == ([0, 1, 2, 3] if both else [0, 2])
+    # longhorn has two mixers a layer, the others one and an MLP
+    assert [int(name.split()[0]) for name in norms] == ([0, 1, 2, 3] if family == "longhorn" else [0, 2])
     for j, p in enumerate(at):
         with torch.no_grad():
             states = sum(lm(rows[:, :p], state=lm.initial_state(3))[2], [])
@@ -189,8 +181,7 @@ def test_limited_attention_sees_what_a_fresh_window_sees():
         assert losses[:, t] == pytest.approx(alone, rel=1e-4)
 
 
-def test_a_cache_has_no_norm_and_a_norm_that_is_lost_is_seen():
-    assert ex.state_norms(tiny("llama"), some_rows(), [16, 64], 16) == {}
+def test_a_norm_that_is_lost_is_seen():
     norms = {"a": {"positions": [1, 2], "rms": [1.0, None]}, "b": {"positions": [1, 2], "rms": [3.0, 2.0]}}
     loudest = ex.loudest(norms)
     assert loudest[1] == 3 and math.isnan(loudest[2])
@@ -212,13 +203,9 @@ def corpus(tmp_path):
 
 
 def save_run(folder, family, corpus):
-    lm, data = tiny(family), prepared.Tokens(corpus)
     config = dataclasses.asdict(TrainConfig(model=family, dataset=str(corpus), dtype="float32", **SHAPE))
-    tensors, skeleton = checkpoint.flatten({"model": lm.state_dict()})
-    folder.mkdir(parents=True)
-    checkpoint.save(folder / "checkpoint.safetensors", tensors, {
-        "skeleton": skeleton, "step": 3, "tokens": 99, "config": config, "data": data.sha256,
-        "code_versions": ["abc"]})
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    helpers.make_run(folder, tiny(family), config=config, data=prepared.Tokens(corpus).sha256, code_versions=["abc"])
     (folder / "config.json").write_text(json.dumps({"environment": {"code": "abc"}}))
     return folder
 
@@ -235,19 +222,18 @@ def test_a_preset_is_trained_read_and_reported(corpus, tmp_path, monkeypatch, ca
     monkeypatch.setattr(ex.runner, "run_cells", run_cells)
     monkeypatch.setattr(pystdlib, "prepare", lambda out, documents: asked.update(prepared=documents))
     monkeypatch.setattr(ex, "ROOT", tmp_path)
-    monkeypatch.setitem(ex.PRESETS["laptop"], "lengths", [16, 64, 256])
+    monkeypatch.setitem(ex.PRESETS["laptop"], "lengths", [16, 256])
     assert ex.main(["run", "--preset=laptop", "--chunk=32", f"--out={out}"]) == 1  # some were not trained
     assert asked == {"prepared": "package", "jobs": 2, "cells": ex.plan("laptop")}
     assert "FAILED mamba: it diverged" in capsys.readouterr().out
     longhorn, llama, limited = json.loads(out.read_text())["extrapolation"]
     assert [r["run"] for r in (longhorn, llama, limited)] == ["longhorn", "llama", "llama, last 16 tokens"]
-    assert [x["length"] for x in longhorn["lengths"]] == [16, 64, 256]
-    assert longhorn["text"] == llama["text"] and llama["text"]["starts"] == [0, 340]
-    assert llama["text"]["documents"] == ["a", "c"] and llama["text"]["trained_on_this_data"]
-    assert llama["checkpoint"]["code"] == "abc" and llama["checkpoint"]["data"] == prepared.Tokens(corpus).sha256
-    assert llama["finished"] and llama["date"] and llama["device"] and "commit" in llama["environment"]
-    val = prepared.Tokens(corpus).val.astype(np.int64)
-    rows = torch.from_numpy(np.stack([val[s:s + 257] for s in (0, 340)]))
+    text = longhorn["text"]
+    assert text == llama["text"] and text["starts"] == [0, 340] and text["documents"] == ["a", "c"]
+    assert text["trained_on_this_data"]
+    data = prepared.Tokens(corpus)
+    assert llama["checkpoint"]["code"] == "abc" and llama["checkpoint"]["data"] == data.sha256
+    rows = torch.from_numpy(np.stack([data.val[s:s + 257] for s in (0, 340)]).astype(np.int64))
     want = token_losses(tiny("llama"), rows[:, :-1], rows[:, 1:]).mean(1)
     assert llama["lengths"][-1]["losses_of_longest_sequences"] == pytest.approx(want, rel=1e-5)
     assert llama["state_norms"] == {} and longhorn["state_norms"]["0 Longhorn"]["positions"] == [16, 256]
@@ -255,7 +241,6 @@ def test_a_preset_is_trained_read_and_reported(corpus, tmp_path, monkeypatch, ca
     assert "2 sequences of 256 tokens of corpus, within documents" in text and "NOT all" not in text
     assert out.with_suffix(".png").stat().st_size > 10_000
     runs = records.read(out)
-    assert set(runs.block_size) == {16}
     assert runs.loss_256.tolist() == [r["lengths"][-1]["loss"] for r in (longhorn, llama, limited)]
     folder = out.with_suffix("")  # of the training runs: the evaluations are in the file beside it
     folder.mkdir()
@@ -266,19 +251,21 @@ def test_a_preset_is_trained_read_and_reported(corpus, tmp_path, monkeypatch, ca
 def test_a_run_read_again_takes_the_place_of_its_records(corpus, tmp_path, undrawn):
     """Trained again in the same folder, as another family; lengths are 1 to 16 times the training length."""
     out = tmp_path / "again.json"
-    for family, names in (("llama", ["llama", "llama, last 16 tokens"]), ("longhorn", ["llama"])):
-        folder = save_run(tmp_path / "again/llama", family, corpus)
-        ex.main(["--checkpoint", str(folder), f"--out={out}"])
-        runs = records.read(out)
-        assert runs.run.tolist() == names and [x["length"] for x in runs.lengths[0]] == [16, 32, 64, 128, 256]
-        shutil.rmtree(folder)
-    ex.main(["--checkpoint", str(save_run(tmp_path / "other", "gla", corpus)), "--lengths=8,4", f"--out={out}"])
-    runs = records.read(out)  # shorter than the training length
+
+    def read(name, family, *options):
+        ex.main(["--checkpoint", str(save_run(tmp_path / name, family, corpus)), f"--out={out}", *options])
+        return records.read(out)
+
+    runs = read("llama", "llama")
+    assert runs.run.tolist() == ["llama", "llama, last 16 tokens"]
+    assert [x["length"] for x in runs.lengths[0]] == [16, 32, 64, 128, 256]
+    shutil.rmtree(tmp_path / "llama")
+    assert read("llama", "longhorn").run.tolist() == ["llama"]
+    runs = read("other", "gla", "--lengths=8,4")  # shorter than the training length
     assert runs.run.tolist() == ["llama", "other"] and [x["length"] for x in runs.lengths[1]] == [4, 8]
     assert runs.lengths[1][1]["against"] == 4 and runs.state_norms[1]["0 GLA"]["positions"] == [8]
     write_folder(corpus, 500, 700, 64, documents={"val": [{"name": "a", "start": 0, "tokens": 256}]})
-    ex.main(["--checkpoint", str(save_run(tmp_path / "short", "gla", corpus)), f"--out={out}"])
-    assert [x["length"] for x in records.read(out).lengths[2]] == [16, 32, 64, 128]  # 256 need 257 tokens
+    assert [x["length"] for x in read("short", "gla").lengths[2]] == [16, 32, 64, 128]  # 256 need 257 tokens
 
 
 def page_of(path, kept):
@@ -335,15 +322,16 @@ def test_a_page_says_what_is_missing_or_not_comparable(tmp_path):
 @pytest.mark.parametrize("argv, word", [
     ("--lengths=16,1024", "1024 is longer"), ("--lengths=16,24,64", "24 does not divide"),
     ("--lengths=4,x", "numbers are expected"), ("--lengths=0,16", "above 0"), ("--chunk=0", "--chunk=0"),
-    ("--eval_tokens=3", "--eval_tokens=3"), ("--speed=1", "--speed"), ("--dataset=no", "no dataset folder"),
+    ("--eval_tokens=255 --lengths=256", "--eval_tokens=255"), ("--dataset=no", "no dataset folder"),
     ("--out=folder", ".json"), ("--checkpoint run more/run", "one name"), ("--checkpoint no", "no checkpoint"),
-    ("run --preset=phone", "phone"), ("report .", "holds no sweep"), ("", "required")])
+    ("run --preset=phone", "phone"),
+    ("run --preset=laptop nothing", "config/nothing_laptop.py does not exist"), ("report .", "holds no sweep")])
 def test_a_mistake_is_one_line(corpus, tmp_path, monkeypatch, capsys, argv, word):
     monkeypatch.chdir(tmp_path)
     for name in ("run", "more/run"):
         save_run(tmp_path / name, "longhorn", corpus)
     argv = argv.split()
-    if argv and argv[0].startswith("--"):
+    if argv[0].startswith("--"):
         argv = ["--checkpoint", "run", "--out=records.json", *argv]
     with pytest.raises(SystemExit) as end:
         with errors.main_error("extrapolation", checkpoint.CheckpointError, prepared.DataError, OSError):
@@ -372,15 +360,12 @@ def configs_of(cells):
 
 def test_other_steps_families_and_patterns_take_part():
     configs = configs_of(ex.plan("steps"))
-    assert {(c.step, c.normalize_keys, c.seed) for c in configs.values()} == set(itertools.product(
-        ("explicit", "implicit", "exact"), (True, False), (1, 2, 3))) and len(configs) == 18
-    assert {c.model for c in configs.values()} == {"deltanet"}
-    hybrid, deep = ex.plan("laptop", ["longhorn,swa", "longhorn@n_layer=4"], [7])
-    configs = configs_of([hybrid, deep]).values()
-    assert [(c.pattern, c.n_layer, c.seed) for c in configs] == [("longhorn,swa", 3, 7), ("", 4, 7)]
-    assert hybrid.name == "longhorn_swa_seed_7" and hybrid.at == {"run": "longhorn,swa, seed 7"}
-    with pytest.raises(ConfigError, match="config/nothing_laptop.py does not exist"):
-        ex.plan("laptop", ["nothing"])
+    assert {(c.model, c.step, c.normalize_keys, c.seed) for c in configs.values()} == set(itertools.product(
+        ["deltanet"], ("explicit", "implicit", "exact"), (True, False), (1, 2, 3))) and len(configs) == 18
+    cells = ex.plan("laptop", ["longhorn,swa", "longhorn@n_layer=4"], [7])
+    hybrid, deep = configs_of(cells).values()
+    assert [(c.pattern, c.n_layer, c.seed) for c in (hybrid, deep)] == [("longhorn,swa", 3, 7), ("", 4, 7)]
+    assert cells[0].name == "longhorn_swa_seed_7" and cells[0].at == {"run": "longhorn,swa, seed 7"}
 
 
 @pytest.mark.parametrize("preset", ["laptop", "gpu"])
@@ -388,10 +373,9 @@ def test_the_plan_of_a_preset(preset):
     configs, sizes = configs_of(ex.plan(preset)), {}
     for name, config in configs.items():
         assert (config.model, config.dataset, config.eval_block_size) == (name, "pystdlib_packages", config.block_size)
-        settings = dataclasses.asdict(config) | {"vocab_size": 256}
         with torch.device("meta"):
-            lm = LM(ModelConfig(**{f.name: settings[f.name] for f in dataclasses.fields(ModelConfig)}))
-        sizes[config.model] = counting.parameter_count(lm)["total"]
+            lm = LM(dataclasses.replace(config, vocab_size=256))
+        sizes[name] = counting.parameter_count(lm)["total"]
     assert list(configs) == ["longhorn", "mamba", "llama", "gla", "retnet", "rwkv", "deltanet"]
     for key in ("block_size", "batch_tokens", "max_iters", "learning_rate", "min_lr", "seed", "n_layer", "n_embd"):
         assert len({getattr(c, key) for c in configs.values()}) == 1, key
