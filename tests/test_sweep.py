@@ -43,6 +43,12 @@ def run(cells, folder, script, jobs=2, nproc=1, gpus=()):
         return runner.run_cells(cells, folder, engine, script)
 
 
+@pytest.fixture
+def drive_gated(start, tmp_path, stand_in):
+    """drive_gated(n): a driver of n cells, of which the first two wait until there is a file `gate`."""
+    return lambda n=4: drive(start, tmp_path, stand_in, gated(tmp_path, n))
+
+
 def has_run(folder, *checkpoints, finished=False):
     """The files of a run that has begun, and kept its checkpoints of these steps."""
     folder.mkdir(exist_ok=True)
@@ -135,22 +141,22 @@ def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_killed_at_any_moment_it_resumes(start, tmp_path, stand_in, how):
+def test_killed_at_any_moment_it_resumes(tmp_path, drive_gated, how):
     """Also while the cells of the killed driver still save: those of the next one wait for them."""
     if how == signal.SIGKILL and sys.platform != "linux":
         pytest.skip("only Linux tells children that their parent died")
-    driver = drive(start, tmp_path, stand_in, gated(tmp_path))
+    driver = drive_gated()
     wait_until(both_have(tmp_path, "held"))
     driver.send_signal(how)
     wait_until(both_have(tmp_path, "saving"))
     if how == signal.SIGKILL:
         driver.wait()
-        again = drive(start, tmp_path, stand_in, gated(tmp_path))
+        again = drive_gated()
         wait_until(lambda: all("is in use by process" in (tmp_path / f"{c}.txt").read_text() for c in ("c0", "c1")))
     (tmp_path / "gate").touch()
     if how == signal.SIGTERM:
         assert driver.wait(120) == 0 and "stopped: 4 of 4 cells are left" in driver.said()
-        again = drive(start, tmp_path, stand_in, gated(tmp_path))
+        again = drive_gated()
     assert again.wait(120) == 0 and "failed {}" in again.said()
     for name in ("c0", "c1"):
         waited = ["started", "saved"] if how == signal.SIGKILL else ["saved", "started"]
@@ -158,8 +164,8 @@ def test_killed_at_any_moment_it_resumes(start, tmp_path, stand_in, how):
     assert is_finished(tmp_path / "c2") and is_finished(tmp_path / "c3")
 
 
-def test_a_second_signal_does_not_wait_for_cells_that_save(start, tmp_path, stand_in):
-    driver = drive(start, tmp_path, stand_in, gated(tmp_path))
+def test_a_second_signal_does_not_wait_for_cells_that_save(tmp_path, drive_gated):
+    driver = drive_gated()
     wait_until(both_have(tmp_path, "held"))
     driver.send_signal(signal.SIGINT)
     wait_until(both_have(tmp_path, "saving"))
@@ -168,22 +174,22 @@ def test_a_second_signal_does_not_wait_for_cells_that_save(start, tmp_path, stan
     assert cell_events(tmp_path, "c0") == ["started", "from0"]
 
 
-def test_a_sweep_has_one_driver(start, tmp_path, stand_in):
+def test_a_sweep_has_one_driver(tmp_path, drive_gated):
     """The second is refused in a line that names the first; a killed one leaves nothing behind."""
-    first = drive(start, tmp_path, stand_in, gated(tmp_path))
+    first = drive_gated()
     wait_until(both_have(tmp_path, "held"))
-    second = drive(start, tmp_path, stand_in, gated(tmp_path))
+    second = drive_gated()
     assert second.wait(60) == 2 and len(second.said().splitlines()) == 1
     assert f"is driven by process {first.pid} on {platform.node()}" in second.said() and "--cluster" in second.said()
     (tmp_path / "gate").touch()
     first.kill()
     first.wait()
-    assert drive(start, tmp_path, stand_in, gated(tmp_path)).wait(60) == 0
+    assert drive_gated().wait(60) == 0
 
 
-def test_a_killed_cell_goes_on_if_it_got_further(start, tmp_path, stand_in):
+def test_a_killed_cell_goes_on_if_it_got_further(tmp_path, drive_gated):
     """Else it failed: what kills it would do so for ever."""
-    driver = drive(start, tmp_path, stand_in, gated(tmp_path, 2))
+    driver = drive_gated(2)
     wait_until(both_have(tmp_path, "held"))
     (tmp_path / "c0" / "checkpoint-0.safetensors").touch()
     for name in ("c0", "c1"):
@@ -532,8 +538,8 @@ def test_a_sweep_grows_by_what_is_new(tmp_path, pretend, capsys):
     (["laptop", "--seed=3"], "--seed=3"), (["laptop", "gla", "--wandb"], "--wandb"),
     (["laptop", "--learning_rat=1", "--dry-run"], "did you mean '--learning_rate'"),
     (["report", "nowhere"], "no sweep"), (["laptop", "--nproc=0"], "--nproc=0: 1 or more"),
-    (["laptop", "--budgets=0"], "above 0"),
-    (["laptop", "--jobs=-1"], "0 or more"), (["laptop", "--cluster=pbs"], "slurm, ray or ray:HOST:PORT"),
+    (["laptop", "--budgets=0"], "above 0"), (["laptop", "--jobs=-1"], "0 or more"),
+    (["laptop", "--cluster=pbs"], "slurm, ray or ray:HOST:PORT"),
     (["laptop", "--cluster_args=partition=gpu"], "slurm, ray"),
     (["laptop", "--cluster=slurm", "--cluster_args=gpu"], "key=value"),
     (["duel", "longhorn", "longhorn*3,llama", "--dry-run"], "no llama in 2 layers; set n_layer to 4 or more"),
