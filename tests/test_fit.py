@@ -233,6 +233,9 @@ def test_the_error_of_a_curve_is_in_the_multiplier():
         m = compare.multiplier(d, noisy, noisy)
         held += m.low <= truth <= m.high
     assert 0.9 < held / 200 < 0.99  # three seeds: a normal quantile misses 15%
+    for gap in (0.2, -0.2):  # only the better one's curve is read
+        m = compare.multiplier(exactly(gap), noisy, curve_of(law))
+        assert (m.low < m.value < m.high) == (gap < 0)
     change = 0.02 * rng.standard_normal(40)  # of each document: other ones would have another curve
     runs = {2**19: {s: 1 + change for s in range(3)}, 2**20: {s: np.ones(40) for s in range(3)}}
     variance = change.var(ddof=1) / 40
