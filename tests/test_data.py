@@ -218,6 +218,8 @@ def test_a_folder_that_a_model_cannot_use_is_refused(tmp_path):
                                 (16 * (2**24 + 1), "16,777,217 windows of 16: at most 16,777,216")]:
         rejected(lambda n=batch_tokens: token_data(folder, n), words)
     rejected(lambda: token_data(folder).rank_slice(0, 5), "12 windows", "5 processes", "batch_tokens 240")
+    edit_meta(folder, tokenizer="char", table="abca")  # two ids for one character
+    rejected(lambda: Tokens(folder), "table")
 
 
 def documents_at(*places):
