@@ -1,5 +1,6 @@
 """Inputs, independent results and tolerances for the operators."""
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -10,6 +11,7 @@ import subprocess
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
@@ -21,9 +23,12 @@ from kernels.ops import causal_conv1d
 from kernels.scan import longhorn_scan, longhorn_scan_ref, selective_scan, selective_scan_ref
 
 EPS = torch.finfo(torch.float32).eps
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 ROWS, OPTIONAL = ("x", "dt", "k", "q", "z"), ("D", "z", "dt_bias", "h0")
 TINY = 1e-15  # below it a gradient is nothing: at a logit of -88 beta is 1e-38, times k^2 of 1e12 or so
+
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: nothing ran on one")
 
 
 def by_our_names(f, softplus):
@@ -70,11 +75,11 @@ def weights(y, hT):
 
 def results(f, a, wide=False, through="both", **kw):
     """y, hT and the gradient of every argument, of that loss through y, hT or both."""
-    a = {n: v.detach().to(torch.float64 if wide else v.dtype).requires_grad_() for n, v in a.items()}
+    a = {n: v.detach().to(F64 if wide else v.dtype).requires_grad_() for n, v in a.items()}
     y, hT = f(**a, return_state=True, **kw)
     dy, dhT = weights(y, hT)
     loss = sum(l for l, wanted in (((y * dy).sum(), "y"), ((hT * dhT).sum(), "hT")) if through in ("both", wanted))
-    grads = torch.autograd.grad(loss, list(a.values()), allow_unused=True)
+    grads = torch.autograd.grad(loss, list(a.values()), materialize_grads=True)
     return {"y": y.detach(), "hT": hT.detach(), **{"d" + n: g for n, g in zip(a, grads, strict=True)}}
 
 
@@ -105,13 +110,8 @@ def failures(update, a, through="both", slack=None, fast=None, slow=None, **kw):
     dD_terms = (weights(true["y"], true["hT"])[0] * gate * a["x"]).norm().item() if through != "hT" else 0.0
     terms, wrong = {"ddt_bias": true["ddt"].norm().item(), "dD": dD_terms}, {}
     for name, want in true.items():
-        value = got[name]
-        if value is None or want is None:  # it has no part in the loss
-            if not all(v is None or v.norm() == 0 for v in (value, want)):
-                wrong[name] = ("missing",)
-            continue
-        error = distance(value, want, terms.get(name, 0.0))
-        bound = max(tolerance(value, want), slack[name] if slack else 0.0)
+        error = distance(got[name], want, terms.get(name, 0.0))
+        bound = max(tolerance(got[name], want), slack[name] if slack else 0.0)
         if not error <= bound:  # so that NaN fails
             wrong[name] = (error, bound)
     return wrong
@@ -135,31 +135,49 @@ def with_mistake(text, place, mistake):
 def views(v):
     """The same numbers laid out otherwise."""
     n = v.shape[-1]
-    half, middle, step = (torch.full((*v.shape[:-1], 2 * n + 3), math.nan, dtype=v.dtype) for _ in range(3))
-    half[..., n + 3:], middle[..., 1:1 + n], step[..., 0:2 * n:2] = v, v, v
+    middle, step = (torch.full((*v.shape[:-1], 2 * n + 3), math.nan, dtype=v.dtype) for _ in range(2))
+    middle[..., 1:1 + n], step[..., 0:2 * n:2] = v, v
     every = torch.full((v.shape[0], 2 * v.shape[1], v.shape[2]), math.nan, dtype=v.dtype)
     every[:, 1::2] = v
-    yield from (half[..., n + 3:], middle[..., 1:1 + n], step[..., 0:2 * n:2], every[:, 1::2])
+    yield from (middle[..., 1:1 + n], step[..., 0:2 * n:2], every[:, 1::2])
     yield v.transpose(0, 1).contiguous().transpose(0, 1)
     yield v.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def agree(got, true, terms=0.0):
-    if got is None or true is None:
-        return got is None and (true is None or true.numel() == 0 or true.norm() == 0)
-    if not true.numel():
-        return got.shape == true.shape
     return got.shape == true.shape and distance(got, true, terms) <= tolerance(got, true)
 
 
-def graded(f, args, dy=None, **kw):
-    """y and the gradients of `args` (dict of tensors) under a random dy."""
-    args = {n: v.detach().requires_grad_() for n, v in args.items()}
-    y = f(**args, **kw)
-    if dy is None:
-        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(BF16)
-    grads = torch.autograd.grad(y, list(args.values()), dy.to(y))
-    return {"y": y.detach(), **{"d" + n: g for n, g in zip(args, grads, strict=True)}}
+def disagreeing(got, true, terms=None):
+    """The names of results that are not the true ones. terms: as for `distance`, by name."""
+    return [n for n in true if not agree(got[n], true[n], (terms or {}).get(n, 0.0))]
+
+
+def graded(f, a, only=None, **kw):
+    """What f makes of these arguments, one tensor as "y" or several by name, and the gradient of each argument under
+    fixed random ones of all results, or of `only` one."""
+    a = {n: v.detach().requires_grad_() for n, v in a.items()}
+    y = f(**a, **kw)
+    y = {"y": y} if torch.is_tensor(y) else y
+    g = torch.Generator().manual_seed(5)
+    dy = {n: torch.randn(v.shape, generator=g).to(BF16).to(v) for n, v in y.items()}
+    names = [only] if only else list(y)
+    grads = torch.autograd.grad([y[n] for n in names], list(a.values()), [dy[n] for n in names],
+                                materialize_grads=True)
+    return {**{n: v.detach() for n, v in y.items()}, **{"d" + n: g for n, g in zip(a, grads, strict=True)}}
+
+
+@contextlib.contextmanager
+def what_autograd_keeps():
+    """{address: bytes} of the memory that is saved for backwards within."""
+    kept = {}
+
+    def pack(v):
+        kept[v.untyped_storage().data_ptr()] = v.untyped_storage().nbytes()
+        return v
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda v: v):
+        yield kept
 
 
 def double(args):
@@ -186,17 +204,15 @@ def conv_true(x, weight, bias=None, state=None, silu=True, reverse=False):
     return F.silu(y) if silu else y
 
 
-def conv_agrees(a, device="cpu", backend=None, **kw):
+def conv_wrong(a, device="cpu", backend=None, **kw):
+    """The results and gradients of the convolution that are wrong."""
     there = {n: v.to(device) for n, v in a.items()}
     got = {n: v.cpu() for n, v in graded(causal_conv1d, there, backend=backend, **kw).items()}
     true = graded(conv_true, double(a), **kw)
-    # dweight and dbias sum over batch and time, where terms may cancel and their rounding errors do not
-    terms = {"dweight": true["dx"].norm().item() * 0.1, "dbias": true["dx"].norm().item() * 0.1}
-    wrong = [n for n in true if not agree(got[n], true[n], terms.get(n, 0.0))]
-    return not wrong or wrong
+    # these two sum over batch and time, where terms may cancel and their rounding errors do not
+    return disagreeing(got, true, dict.fromkeys(("dweight", "dbias"), true["dx"].norm().item() * 0.1))
 
 
-F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 OPS = {"gla": "gated_linear_attention", "retention": "retention", "bonus": "retention", "by token": "retention",
        "shared": "retention", "delta_rule": "delta_rule", "gated_delta_rule": "gated_delta_rule", "kda": "kda",
        "mesa": "mesa", "wkv4": "wkv4"}
@@ -244,6 +260,11 @@ def outputs(f, a, **kw):
     state = tuple(a.pop(n) for n in ("num", "den", "max")) if "num" in a else a.pop("state", None)
     o, (num, den, top) = f(**a, state=state, **kw)
     return {"o": o, "mean": num / den, "weight": den.log() + top}
+
+
+def graded_outputs(f, a, dtype=F64, only=None, **kw):
+    """`graded` of an operator of OPS, computed in `dtype`."""
+    return graded(lambda **a: outputs(f, a, **kw), {n: x.to(dtype) for n, x in a.items()}, only)
 
 
 def both(case):
@@ -336,7 +357,6 @@ def native_scan(**a):
 
 
 def conv_failures(dtype, W, B, T, D, **kw):
-    """What the convolution gets wrong, with every gradient, with and without the optional arguments."""
+    """What the convolution gets wrong, with and without the optional arguments."""
     a, bare = conv_inputs(B, T, D, W, dtype), conv_inputs(B, T, D, W, dtype, bias=False, state=False)
-    agreed = conv_agrees(a, **kw), conv_agrees(bare, silu=False, **kw)
-    return [] if agreed == (True, True) else agreed
+    return conv_wrong(a, **kw) + conv_wrong(bare, silu=False, **kw)

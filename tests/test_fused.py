@@ -7,6 +7,7 @@ In the interpreter inputs are float16: it computes with bfloat16 as if it were a
 """
 
 import builtins
+import functools
 import os
 import sys
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import LIBRARIES
-from operators import OPS, attention_inputs, both, inputs, outputs
+from operators import OPS, attention_inputs, both, distance, double, graded, inputs, outputs
 
 import families  # noqa: F401
 from inspection.self_check import self_check
@@ -78,24 +79,12 @@ def needs(op):
         pytest.skip(fused.load(op)[1])
 
 
-def graded(f, a):
-    """The outputs of f, and the gradients of all arguments."""
-    y, g = f(a), torch.Generator().manual_seed(5)
-    weight = lambda y: torch.randn(y.shape, generator=g, dtype=torch.float64).to(y.device)
-    loss = sum((v.double() * weight(v)).sum() for v in y.values())
-    return {**y, **{f"d{n}": d for n, d in zip(a, torch.autograd.grad(loss, list(a.values())), strict=True)}}
-
-
-def errors(fast, slow, a, half):
-    """{name: error} of every output and gradient, relative to the norm of the loop's, in float64 on the same inputs.
-    half: the arguments in 16 bits."""
-    cast = lambda dtype: {n: v.to(DEVICE, dtype if n in half else torch.float32).requires_grad_() for n, v in a.items()}
-    got = graded(fast, cast(DTYPE))
-    true = graded(slow, {n: v.detach().double().requires_grad_() for n, v in cast(DTYPE).items()})
-    return {n: ((got[n].double() - true[n]).norm() / true[n].norm()).item() for n in true}
-
-
-def beyond(errors, tolerance=TOLERANCE):
+def beyond(fast, slow, a, half, tolerance=TOLERANCE):
+    """{name: error} of the outputs and gradients whose error, relative to the norm of the loop's in float64 on the same
+    inputs, is beyond the tolerance. half: the arguments in 16 bits."""
+    given = {n: v.to(DEVICE, DTYPE if n in half else torch.float32) for n, v in a.items()}
+    got, true = graded(fast, given), graded(slow, double(given))
+    errors = {n: distance(got[n], true[n]) for n in true}
     return {n: error for n, error in errors.items() if not error <= tolerance}
 
 
@@ -106,8 +95,9 @@ def test_flash_linear_attention_computes_the_loop(case, state, T):
     needs(OPS[case])
     fast, loop = both(case)
     a = attention_inputs(case, T, 1, 2, 16, 16, dtype=DTYPE, state=state)
-    wrong = errors(lambda a: outputs(fast, a, backend="fused"), lambda a: outputs(loop, a), a, ("q", "k", "v", "beta"))
-    assert not beyond(wrong, TOLERANCE * (4 if case == "mesa" else 1))
+    run = lambda f, **kw: lambda **a: outputs(f, a, **kw)
+    half, tolerance = ("q", "k", "v", "beta"), TOLERANCE * (4 if case == "mesa" else 1)
+    assert not beyond(run(fast, backend="fused"), run(loop), a, half, tolerance)
 
 
 @pytest.mark.parametrize("family", ("gla", "retnet", "rwkv", "mamba2", "deltanet", "gated_deltanet", "kda", "mesa"))
@@ -127,8 +117,8 @@ def test_mamba_ssm_computes_the_loop(T):
     a = {n: v for n, v in inputs("mamba", 2, T, 48, 16, dtype=DTYPE).items() if n != "h0"}
     names = {"x": "u", "dt": "delta", "k": "B", "q": "C", "dt_bias": "delta_bias"}
     a, half = {names.get(n, n): v for n, v in a.items()}, ("u", "delta", "B", "C", "z")
-    run = lambda f, **kw: lambda a: {"y": f(**a, delta_softplus=True, **kw)}
-    assert not beyond(errors(run(selective_scan, backend="fused"), run(selective_scan_ref), a, half))
+    run = lambda f, **kw: functools.partial(f, delta_softplus=True, **kw)
+    assert not beyond(run(selective_scan, backend="fused"), run(selective_scan_ref), a, half)
 
 
 @on_gpu
@@ -137,8 +127,8 @@ def test_mamba_ssm_computes_the_loop(T):
 def test_causal_conv1d_computes_the_convolution(silu, T):
     needs("causal_conv1d")
     a = {"x": torch.randn(2, T, 48), "weight": torch.randn(48, 4), "bias": torch.randn(48)}
-    run = lambda backend: lambda a: {"y": ops.causal_conv1d(**a, silu=silu, backend=backend)}
-    assert not beyond(errors(run("fused"), run("torch"), a, ("x",)))
+    run = lambda backend: functools.partial(ops.causal_conv1d, silu=silu, backend=backend)
+    assert not beyond(run("fused"), run("torch"), a, ("x",))
 
 
 @on_gpu
@@ -147,5 +137,5 @@ def test_causal_conv1d_computes_the_convolution(silu, T):
 def test_flash_attn_computes_the_softmax(window, T):
     needs("attention")
     a = {n: F.normalize(torch.randn(2, 2, T, 32), dim=-1) * 4 for n in ("q", "k", "v")}
-    run = lambda backend: lambda a: {"y": ops.attention(**a, window=window, backend=backend)}
-    assert not beyond(errors(run("fused"), run("torch"), a, tuple(a)))
+    run = lambda backend: functools.partial(ops.attention, window=window, backend=backend)
+    assert not beyond(run("fused"), run("torch"), a, tuple(a))
