@@ -3,7 +3,6 @@
 Most runs happen in this process, through runpy, as `python train.py ...` would run them: importing torch takes longer
 than training a tiny model. What needs processes of its own, kills above all, is in test_chaos.py.
 
-    python -m pytest tests/py
 """
 
 import contextlib
@@ -58,62 +57,14 @@ from data import loader, prepared, writer
 from evaluation.validation import by_document
 from experiments.vision import classify
 from inspection import counting
-from kernels import build, choose
 from model import LM
 from runtime import checkpoint, distributed, records
-from runtime.folder import MAY_CHANGE_ON_RESUME, Folder, lock_run_dir
+from runtime.folder import MAY_CHANGE_ON_RESUME, lock_run_dir
 from runtime.loss_curve import draw_loss
 from runtime.telemetry import peak_flops
 from train import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-def assert_close_run(out, other):
-    """The same losses but for the order of additions, which AdamW's division makes larger."""
-    assert list(events(out)) == list(events(other))
-    np.testing.assert_allclose(losses(out), losses(other), rtol=2e-5)
-    np.testing.assert_allclose(losses(out, "grad_norm"), losses(other, "grad_norm"), rtol=1e-3)
-    assert losses(out)[0] == pytest.approx(losses(other)[0], rel=1e-6)
-    for step, e in events(other, "eval").items():
-        assert events(out, "eval")[step]["val_loss"] == pytest.approx(e["val_loss"], rel=2e-5)
-
-
-
-
-
-
-
-
 
 
 @pytest.fixture(scope="module")
@@ -188,10 +139,9 @@ def test_defaults():
 
 
 def test_peak_flops_by_the_drivers_name():
-    known = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989e12, "cpu": None,
-             None: None, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GTX 750": None, "NVIDIA H20": 148e12,
-             "NVIDIA A10": 125e12, "NVIDIA A10G": 70e12, "NVIDIA GeForce RTX 5090": 209e12, "NVIDIA B300": 2250e12,
-             "NVIDIA GH200 480GB": 989e12, "NVIDIA RTX A1000": None, "NVIDIA GeForce RTX 4090 Laptop GPU": None}
+    known = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989e12, None: None,
+             "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H20": 148e12, "NVIDIA A10": 125e12, "NVIDIA A10G": 70e12,
+             "NVIDIA RTX A1000": None, "NVIDIA GeForce RTX 4090 Laptop GPU": None}
     assert {name: peak_flops(name) for name in known} == known
 
 
@@ -268,9 +218,8 @@ def test_what_config_json_says(whole):
     derived, where = config["derived"], config["environment"]
     assert (derived["windows_per_step"], derived["accumulation"], derived["processes"]) == (12, 1, 1)
     assert derived["tokens"] == 12 * 384 and derived["epochs"] == pytest.approx(144 / 124)
-    assert "embed.weight" in derived["decayed"] and derived["parameters"]["total"] > 0
-    assert where["torch"] == torch.__version__ and "--max_iters=12" in where["command"]
-    assert config["data"]["splits"]["train"]["sha256"] == config["data"]["identity"]["train"] and config["time"]
+    assert "embed.weight" in derived["decayed"] and "--max_iters=12" in where["command"]
+    assert config["data"]["splits"]["train"]["sha256"] == config["data"]["identity"]["train"]
 
 
 def test_what_the_log_has(whole):
@@ -324,16 +273,13 @@ def test_only_a_runs_own_files_are_moved_aside(data, tmp_path, monkeypatch):
         run(arguments(data, out, seed=2, **once))
     monkeypatch.undo()
     os.rename(out / "config.json", out / records.MOVING / "config.json")
-    assert checkpoint.candidates(out) == []  # the rest is no run
     succeed(arguments(data, tmp_path / "link", seed=2, resume="auto", **once))
-    (out / "wandb").mkdir()
     assert f"the earlier run is kept as {out / 'earlier-2'}\n" in succeed(arguments(data, out, seed=3, **once)).out
-    every = {"config.json", "log.jsonl", "result.json", "loss.png", "wandb", "best.safetensors",
+    every = {"config.json", "log.jsonl", "result.json", "loss.png", "best.safetensors",
              "checkpoint.safetensors", "checkpoint-1.safetensors"}
-    assert {p.name for p in (out / "earlier-1").iterdir()} == every - {"log.jsonl", "wandb"}
+    assert {p.name for p in (out / "earlier-1").iterdir()} == every - {"log.jsonl"}
     assert {p.name for p in (out / "earlier-2").iterdir()} == every
     assert [record(p)["seed"] for p in (out / "earlier-1", out / "earlier-2", out)] == [1, 2, 3]
-    assert {p.name for p in out.iterdir() if p.is_dir()} == {"thesis", "earlier-1", "earlier-2"}
     assert (out / "best.py").read_text() == "mine" and (tmp_path / "link").is_symlink()
 
 
@@ -346,10 +292,7 @@ def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_behind(data, ou
     for path in out.glob("*.safetensors"):
         path.unlink()
     succeed(arguments(data, out, max_iters=2, resume="auto"))  # a result is kept
-    for path in (*out.glob("*.safetensors"), out / "result.json"):
-        path.unlink()
-    succeed(arguments(data, out, max_iters=2, resume="auto", seed=2))  # and the beginning of another run
-    assert len(list(out.glob("earlier*"))) == 2
+    assert len(list(out.glob("earlier*"))) == 1
 
 
 def test_the_screen_shows_what_the_log_has(data, tmp_path):
@@ -400,7 +343,7 @@ def test_the_picture_is_drawn_by_another_process_and_never_worth_a_run(data, out
             raise ImportError("failed to map segment")
 
         said = succeed(arguments(data, out), draw_loss=draw_loss).out
-    assert process.Popen.call_args[0][0] == [sys.executable, ROOT / "tools" / "loss_curve.py", out]
+    assert process.Popen.call_args[0][0] == [sys.executable, ROOT / "runtime" / "loss_curve.py", out]
     assert process.Popen.call_count == len(events(out, "eval")) - 1  # the last evaluation is in the last picture
     assert said.count("no loss.png: failed to map segment") == 1 and not (out / "loss.png").exists()
 
@@ -429,16 +372,8 @@ def test_nothing_is_read_before_the_folder_is_locked(data, out):
         return candidates(folder)
 
     with mock.patch.object(checkpoint, "candidates", side_effect=look) as looked:
-        succeed(arguments(data, out, resume="auto"))
+        succeed(arguments(data, out, max_iters=2, resume="auto"))
     assert looked.called
-
-
-def test_a_run_that_has_ended_leaves_its_folder_unlocked(out):
-    """Though a stack or a notebook still has its Folder."""
-    folder = Folder(TrainConfig(out_dir=str(out)), None, None)
-    with folder, pytest.raises(errors.ConfigError, match="another run"):
-        lock_run_dir(out)
-    lock_run_dir(out).close()
 
 
 def test_an_out_dir_that_cannot_be_moved_or_locked(data, out):
@@ -451,13 +386,21 @@ def test_an_out_dir_that_cannot_be_moved_or_locked(data, out):
 
 # ------------------------------------------------------------------------- what may not matter for the result, does not
 
-@pytest.mark.parametrize("same, changes", [
-    (assert_same_training, {"eval_interval": 0, "final_eval_tokens": 640}),
-    (assert_same_training, {"eval_interval": 1, "eval_tokens": 100, "checkpoint_interval": 3}),
-    (assert_close_run, {"micro_batch_size": 5}), (assert_close_run, {"micro_batch_size": 100})])
-def test_evaluations_and_micro_batches_do_not_change_training(whole, data, out, same, changes):
+@pytest.mark.parametrize("changes", [{"eval_interval": 0, "final_eval_tokens": 640},
+                                     {"eval_interval": 1, "eval_tokens": 100, "checkpoint_interval": 3}])
+def test_evaluations_do_not_change_training(whole, data, out, changes):
     succeed(arguments(data, out, **changes))
-    same(out, whole)
+    assert_same_training(out, whole)
+
+
+@pytest.mark.parametrize("size", [5, 100])
+def test_micro_batches_change_the_order_of_additions_alone(whole, data, out, size):
+    """Which AdamW's division makes larger."""
+    succeed(arguments(data, out, micro_batch_size=size))
+    np.testing.assert_allclose(losses(out), losses(whole), rtol=2e-5)
+    np.testing.assert_allclose(losses(out, "grad_norm"), losses(whole, "grad_norm"), rtol=1e-3)
+    assert losses(out)[0] == pytest.approx(losses(whole)[0], rel=1e-6)
+    assert record(out)["val_loss"] == pytest.approx(record(whole)["val_loss"], rel=2e-5)
 
 
 def test_the_validation_loss_is_the_mean_over_its_tokens(data, monkeypatch):
@@ -471,7 +414,7 @@ def test_the_validation_loss_is_the_mean_over_its_tokens(data, monkeypatch):
     val = torch.from_numpy(np.fromfile(data / "val.bin", dtype=np.uint16).astype(np.int64))[None]
     with torch.no_grad():
         true = sum(n * lm(val[:, i:i + n], val[:, i + 1:i + n + 1])[1].item() for i, n in evaluate.windows) / 100
-    for size in (1, 2, 3, 4):
+    for size in (1, 3):
         with mock.patch("evaluation.validation.BATCH_TOKENS", 0):
             config.micro_batch_size = size
             mean, nats, of = evaluate.loss(lm, by_document(evaluate.windows, tokens))
@@ -535,8 +478,7 @@ def test_what_may_change_when_a_run_continues(whole, data, out, tmp_path):
     meta |= {"best_val_loss": 0.5, "skipped": 2, "seconds": 1000.0}
     checkpoint.save(out / "checkpoint.safetensors", tensors, meta)
     moved = shutil.copytree(data, tmp_path / "moved")
-    changes = {"eval_interval": 4, "timeout_minutes": 3.0, "keep_checkpoints": 5, "max_bad_steps": 2, "keep_steps": "9",
-               "checkpoint_interval": 6, "wandb_project": "p", "self_check": "on", "parallel": "ddp"}
+    changes = {"eval_interval": 4, "timeout_minutes": 3.0, "keep_checkpoints": 5, "checkpoint_interval": 6}
     argv = arguments(moved, out, resume="auto", **changes)
     assert "eval_interval was 5, is 4" in succeed(argv).out and losses(out) == losses(whole)
     assert record(out)["best_val_loss"] == 0.5 and record(out)["skipped_steps"] == 2
@@ -546,18 +488,15 @@ def test_what_may_change_when_a_run_continues(whole, data, out, tmp_path):
     assert left == {p.name: p.read_bytes() for p in out.iterdir()}
 
 
-@pytest.mark.parametrize("changes", [{"eval_tokens": 320}, {"eval_block_size": 16}], ids=str)
-def test_the_best_is_looked_for_anew_over_other_tokens(data, out, changes):
+def test_the_best_is_looked_for_anew_over_other_tokens(data, out):
     how = {"final_eval_tokens": 320, "eval_tokens": 64}
     succeed(arguments(data, out, **how), LM=stops_at(7))
     tensors, meta = saved(out)
     checkpoint.save(out / "checkpoint.safetensors", tensors, {**meta, "best_val_loss": 0.1, "best": [0.1, 5]})
-    succeed(arguments(data, out, **{**how, **changes}, resume="auto"))
+    succeed(arguments(data, out, **{**how, "eval_tokens": 320}, resume="auto"))
     later = {step: e["val_loss"] for step, e in events(out, "eval").items() if step > 7}
-    assert sorted(later) == [10, 12] and 0.1 < record(out)["best_val_loss"] <= later[10]
-    if "eval_tokens" in changes:  # all over the same tokens
-        assert record(out)["best_val_loss"] == min(later.values())
-        assert checkpoint.load(out / "best.safetensors")[1]["step"] == min(later, key=later.get)
+    assert sorted(later) == [10, 12] and record(out)["best_val_loss"] == min(later.values()) > 0.1
+    assert checkpoint.load(out / "best.safetensors")[1]["step"] == min(later, key=later.get)
 
 
 def test_the_best_is_the_best_on_the_same_tokens(data, tmp_path):
@@ -612,7 +551,7 @@ def test_a_branch_is_the_run_from_scratch(trunk, data, tmp_path):
     """Bit for bit, weights and log; one that is stopped on its way and ends after its trunk, too."""
     kept = ["best", "checkpoint-10", "checkpoint-4", "checkpoint-8", "checkpoint"]
     assert sorted(p.stem for p in trunk.glob("*.safetensors")) == sorted(kept)
-    for step, end in ((4, 5), (8, 10), (10, 16)):
+    for step, end in ((4, 5), (10, 16)):
         out, scratch = tmp_path / f"branch{end}", tmp_path / f"scratch{end}"
         succeed(arguments(data, scratch, **PLAN, max_iters=end))
         argv = arguments(data, out, **PLAN, max_iters=end, branch=f"{trunk}@{step}", resume="auto")
@@ -620,30 +559,6 @@ def test_a_branch_is_the_run_from_scratch(trunk, data, tmp_path):
             assert f"branching from {trunk}/checkpoint-10.safetensors at step 10" in succeed(argv, LM=stops_at(2)).out
         succeed(argv)
         assert_same_run(out, scratch)
-
-
-def test_a_branch_of_its_own_folder_is_refused_before_anything_moves(trunk, data, tmp_path):
-    """The trunk would be moved away from under it."""
-    out, bare = shutil.copytree(trunk, tmp_path / "out"), shutil.copytree(trunk, tmp_path / "bare")
-    (bare / "log.jsonl").unlink()
-    before = sorted(tmp_path.rglob("*"))
-    argv = lambda branch, **how: arguments(data, out, **PLAN, max_iters=8, resume="never", branch=branch, **how)
-    refuse(argv(f"{out}@4"), f"branch={out}@4 is in out_dir", "choose another out_dir")
-    refuse(argv(f"{bare}@4"), f"{bare} has no log.jsonl")
-    refuse(argv(f"{trunk}@4", init_from=trunk), "init_from=", "give one; a branch has its trunk's weights")
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_with_a_kernel_that_does_not_compile_only_plain_pytorch_trains(data, out, monkeypatch):
-    def library():
-        raise build.Broken("c++ could not build longhorn_scan.cu")
-    monkeypatch.setattr(build, "library", library)
-    choose.unavailable.cache_clear()
-    try:
-        refuse(arguments(data, out, max_iters=2), "could not build longhorn_scan.cu", "--backend=torch")
-        succeed(arguments(data, out, max_iters=2, backend="torch", self_check="on"))
-    finally:
-        choose.unavailable.cache_clear()
 
 
 def with_dropout(config):
@@ -677,11 +592,7 @@ def test_code_that_changed_while_the_run_was_down(whole, data, out, monkeypatch)
         return [line for line in said if "the code was" in line]
 
     assert go_on("a", stops_at(3)) == [] and versions() == ["a"]
-    assert go_on("a", stops_at(1)) == [] and versions() == ["a"]
-    path = out / "config.json"
-    path.write_text(json.dumps(record(out, "config") | {"time": "2026-11-01T00:00:00+00:00"}))
     said = go_on("b", stops_at(1))
-    assert record(out, "config")["time"] == "2026-11-01T00:00:00+00:00"  # it began when it did
     assert len(said) == 1 and "the code was a, is b" in said[0] and versions() == ["a", "b"]
     assert go_on("b", stops_at(1)) == [] and versions() == ["a", "b"]
     assert len(go_on("a")) == 1 and versions() == ["a", "b", "a"] == saved(out)[1]["code_versions"]
@@ -690,13 +601,12 @@ def test_code_that_changed_while_the_run_was_down(whole, data, out, monkeypatch)
 
 
 def test_the_identity_of_the_code(tmp_path, monkeypatch):
-    """By content of what a process imports, a user's file or a link to one or its folder too, and of the kernels. A
-    README, a package, a script beside it, pictures, reports and scores of tasks are not in it, imported or not."""
+    """By content of what a process imports, a user's file or a link to one too, and of the kernels. A README, a
+    package, a script beside it, pictures, reports and scores of tasks are not in it, imported or not."""
     apart = ["README.md", ".venv/torch.py", "venv/lib/site-packages/torch.py", "sample.py", "runtime/loss_curve.py",
-             "evaluation/tasks.py", "bench/scan.py", "experiments/recall/report.py", "experiments/sweeps/runner.py",
-             "experiments/vision/report.py"]
-    inside = ["train.py", "mixers.py", "my_loss.py", "mine/loss.py", "data/loader.py", "longhorn_scan.cu",
-              "kernels/conv_norm.cu", "kernels/lanes.h"]
+             "evaluation/tasks.py", "bench/scan.py", "experiments/recall/report.py", "experiments/vision/report.py"]
+    inside = ["train.py", "my_loss.py", "mine/loss.py", "experiments/vision/classify.py", "experiments/recall/cell.py",
+              "data/loader.py", "longhorn_scan.cu", "kernels/lanes.h"]
     monkeypatch.setattr(records, "__file__", str(tmp_path / "runtime/records.py"))
     for name in ("plots.py", *apart, *inside):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -705,8 +615,6 @@ def test_the_identity_of_the_code(tmp_path, monkeypatch):
             monkeypatch.setitem(sys.modules, name, mock.Mock(__file__=str(tmp_path / name)))
     linked = (tmp_path / "my_loss.py").rename(tmp_path.with_suffix(".py"))
     (tmp_path / "my_loss.py").symlink_to(linked)
-    folder = (tmp_path / "mine").rename(tmp_path.with_suffix(".d"))
-    (tmp_path / "mine").symlink_to(folder)
     codes = [records.code_identity()]
     for name in ("plots.py", *apart, *inside):
         (tmp_path / name).write_text("edited")
@@ -748,34 +656,27 @@ def watched(identity=records.code_identity):
     return result
 
 records.code_identity = watched
-for sys.argv in json.loads(sys.argv[1]):
-    try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as stop:
-        assert not stop.code
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as stop:
+    assert not stop.code
+assert not {"torch._dynamo", "sympy"} & sys.modules.keys()
 """
 
 
 def test_what_a_run_loads_is_part_of_its_identity_or_leaves_no_trace(data, out):
-    """Of a hybrid with Muon, images and recall, one after the other in one process. With torch._dynamo or sympy every
-    start would take two seconds longer."""
-    small = ["--self_check=off", "--max_iters=1", "--n_embd=24", "--n_layer=1", f"--out_dir={out}2"]
-    recall = ["cell", "--model=based", "--train_examples=50", "--test_examples=50", *small[:3], f"--out_dir={out}3"]
+    """Of a hybrid with Muon. With torch._dynamo or sympy every start would take two seconds longer."""
     hybrid = arguments(data, out, max_iters=2, pattern="longhorn,gated_deltanet,mamba,rwkv", n_layer=4,
                        optimizer="muon", self_check="on")
-    programs = {"mixers.py": ["train.py", *hybrid],
-                "experiments/vision/classify.py": ["experiments/vision/classify.py", "config/vil_digits.py", *small],
-                "experiments/recall/cell.py": ["experiments/recall/mqar.py", *recall]}
-    code = WATCHED + "\nassert not {'torch._dynamo', 'sympy'} & sys.modules.keys()"
-    said = subprocess.check_output([sys.executable, "-c", code, json.dumps([*programs.values()])], cwd=ROOT, text=True)
-    lists = [json.loads(line) for line in said.splitlines() if line.startswith('{"loaded"')]
-    for needs, of_run in zip(programs, lists[1::2], strict=True):  # the first list is made before the run
-        inside = [Path(p).relative_to(ROOT) for p in of_run["loaded"] if Path(p).is_relative_to(ROOT)]
-        loaded = {p.as_posix() for p in inside if not p.parts[0].startswith(".") and (ROOT / p).stat().st_size}
-        hashed = of_run["hashed"]
-        assert {needs, "kernels/scan.py"} <= set(hashed) & loaded
-        assert {name for name in loaded - set(hashed) if not name.startswith(records.NO_TRACE)} == set()
-        assert not any(name.startswith(records.NO_TRACE) for name in hashed)
+    said = subprocess.check_output([sys.executable, "-c", WATCHED, "train.py", *hybrid], cwd=ROOT, text=True)
+    of_run = json.loads([line for line in said.splitlines() if line.startswith('{"loaded"')][-1])
+    inside = [Path(p).relative_to(ROOT) for p in of_run["loaded"] if Path(p).is_relative_to(ROOT)]
+    loaded = {p.as_posix() for p in inside if not p.parts[0].startswith(".") and (ROOT / p).stat().st_size}
+    hashed = set(of_run["hashed"])
+    assert {"mixers.py", "kernels/scan.py"} <= hashed & loaded
+    assert all(name.startswith(records.NO_TRACE) for name in loaded - hashed)
+    assert not any(name.startswith(records.NO_TRACE) for name in hashed)
 
 
 # ------------------------------------------------------------------------------------------ beginning with old weights
@@ -784,19 +685,18 @@ STILL = {**TINY, "max_iters": 1, "learning_rate": 1e-30}  # a step that changes 
 
 
 def test_fine_tuning_begins_with_the_old_weights_and_nothing_else(whole, data, out, tmp_path):
-    said = succeed(arguments(data, out, STILL, init_from=whole)).out
-    assert f"weights from {whole / 'checkpoint.safetensors'} (step 12)\n" in said and "continuing" not in said
+    source = whole / "checkpoint.safetensors"
+    said = succeed(arguments(data, out, STILL, init_from=source)).out
+    assert f"weights from {source} (step 12)\n" in said and "continuing" not in said
     assert record(out)["val_loss"] == record(whole)["val_loss"]
     optimizer, = state(out)["optimizers"]
     assert {s["step"].item() for s in optimizer["state"].values()} == {1.0} and saved(out)[1]["step"] == 1
-    assert list(events(out)) == [1] and saved(out)[1]["config"]["init_from"] == str(whole)
-    source = shutil.copytree(whole, tmp_path / "source")
-    damage(source / "checkpoint.safetensors")
-    said = succeed(arguments(data, tmp_path / "earlier", STILL, init_from=source, block_size=16)).out
-    assert f"skipped: {source / 'checkpoint.safetensors'}: " in said
-    assert f"weights from {source / 'checkpoint-10.safetensors'} (step 10); block_size was 32, is 16\n" in said
-    succeed(arguments(data, tmp_path / "file", STILL, init_from=source / "checkpoint-10.safetensors"))
-    assert record(tmp_path / "file")["val_loss"] == pytest.approx(events(whole, "eval")[10]["val_loss"])
+    assert list(events(out)) == [1] and saved(out)[1]["config"]["init_from"] == str(source)
+    folder, earlier = shutil.copytree(whole, tmp_path / "source"), tmp_path / "earlier"
+    damage(folder / "checkpoint.safetensors")
+    said = succeed(arguments(data, earlier, STILL, init_from=folder, eval_block_size=32, block_size=16)).out
+    assert f"weights from {folder / 'checkpoint-10.safetensors'} (step 10); block_size was 32, is 16\n" in said
+    assert record(earlier)["val_loss"] == pytest.approx(events(whole, "eval")[10]["val_loss"])
 
 
 def test_fine_tuning_that_is_stopped_continues_from_its_own_checkpoint(whole, data, out, tmp_path):
@@ -839,15 +739,14 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(data, out, how):
     skipped = events(out, "skipped")
     assert list(skipped) == [3, 4, 7, 8] and (skipped[3]["train_loss"] is None) == (how == "loss")
     versions = {step: checkpoint.load(path)[0] for step, path in checkpoint.steps(out).items()}
-    for step in range(2, 13):
-        weights = [name for name in versions[step] if name.startswith(("model", "optimizers"))]
-        same = all(torch.equal(versions[step][name], versions[step - 1][name]) for name in weights)
-        assert same == (step in (3, 4, 7, 8)), f"step {step}"
+    weights = [name for name in versions[1] if name.startswith(("model", "optimizers"))]
+    equal = lambda a, b: all(torch.equal(a[name], b[name]) for name in weights)
+    assert [step for step in range(2, 13) if equal(versions[step], versions[step - 1])] == [3, 4, 7, 8]
 
 
 def test_a_loss_that_stays_not_finite_ends_the_run(data, out):
     argv = arguments(data, out, checkpoint_interval=2, max_bad_steps=3, seed=7)
-    line = refuse(argv, LM=poisoned(range(5, 99)))
+    line = refuse(argv, "step 7", "3 times in a row", f"{data}/train.bin", LM=poisoned(range(5, 99)))
     assert not (out / "result.json").exists() and list(events(out, "skipped")) == [5, 6, 7]
     first = loader.step_windows(loader.n_windows(4000, 32), 12, 7, 6)[0]
     tensors, meta = saved(out)
@@ -855,8 +754,6 @@ def test_a_loss_that_stays_not_finite_ends_the_run(data, out):
     good = f"no checkpoint is good: the loss after that of {out}/checkpoint-4.safetensors, step 4, was already not f"
     assert good in line and all(t.isfinite().all() for name, t in tensors.items() if name.startswith("model"))
     assert good in refuse([*argv, "--resume=auto"], LM=poisoned(range(99)))  # before it has saved anything itself
-    with mock.patch.object(loader.TokenData, "where", None):  # images and recall do not say where a batch begins
-        refuse(arguments(data, out, max_bad_steps=2), "step 2", "checkpoint is none", LM=poisoned(range(99)))
 
 
 @pytest.mark.parametrize("bad, changes, named", [
@@ -871,10 +768,9 @@ def test_the_good_checkpoint_that_is_named_has_a_finite_loss_next(data, out, bad
 
 @pytest.mark.parametrize("change, words", [
     (lambda path: os.truncate(path, 7000), ["train.bin", "8,000 bytes then, 7,000 now"]),
-    (lambda path: path.unlink(), ["train.bin", "No such file"]),
     (lambda path: os.replace(shutil.copy2(path, f"{path}.new"), path), ["train.bin", "replaced"]),
     (lambda path: path.with_name("val.bin").write_bytes(bytes(1400)), ["val.bin", "written to"])],
-    ids=["cut", "gone", "replaced", "edited"])
+    ids=["cut", "replaced", "edited"])
 def test_data_that_change_under_the_run(data, out, tmp_path, change, words):
     folder = shutil.copytree(data, tmp_path / "data")
 
@@ -898,10 +794,9 @@ def test_large_data_that_changed_while_the_run_was_down(data, out, tmp_path, mon
     shutil.copy(data / "train.bin", folder / "train.bin")  # with a time of its own
     verified = mock.Mock(wraps=prepared.Tokens.verify, side_effect=lambda: None)
     monkeypatch.setattr(prepared.Tokens, "verify", verified)
-    succeed(arguments(folder, out, resume="auto"), LM=stops_at(7))
-    assert verified.call_count == 1
-    succeed(arguments(folder, out, resume="auto"), LM=stops_at(9))
-    assert verified.call_count == 1
+    for step in 7, 9:
+        succeed(arguments(folder, out, resume="auto"), LM=stops_at(step))
+        assert verified.call_count == 1
 
 
 def test_a_damaged_line_costs_that_line(whole, data, out):
@@ -913,7 +808,6 @@ def test_a_damaged_line_costs_that_line(whole, data, out):
     (out / "log.jsonl").write_text(text)
     said = succeed(arguments(data, out, resume="auto")).out
     assert f"3 lines of {out / 'log.jsonl'} are damaged (the first is line 4)" in said
-    assert f"the old file is kept as {out / 'log-damaged-1.jsonl'}" in said
     assert (out / "log-damaged-1.jsonl").read_text() == text
     lost = [json.loads(line) for line in lines[3:5]]
     kept = [line for line in records.read_log(whole) if not any(
@@ -922,20 +816,13 @@ def test_a_damaged_line_costs_that_line(whole, data, out):
     assert out / "log-damaged-1.jsonl" in records.run_files(out)  # moves aside with the run
 
 
-@pytest.fixture(scope="module")
-def other_run(data, tmp_path_factory):
-    out = tmp_path_factory.mktemp("other_run") / "run"
-    succeed(arguments(data, out, seed=5))
-    return out
-
-
-@pytest.mark.parametrize("damage, kept", [
-    (lambda out, other: shutil.copy(other / "log.jsonl", out), True),
-    (lambda out, other: (out / "log.jsonl").unlink(), False)])
-def test_another_runs_log_is_seen(whole, other_run, data, out, damage, kept):
+@pytest.mark.parametrize("kept", [True, False])
+def test_another_runs_log_is_seen(whole, trunk, data, out, kept):
     """Or none, at the next start, of a finished run too; and it is kept, if the run goes on."""
     shutil.copytree(whole, out)
-    damage(out, other_run)
+    (out / "log.jsonl").unlink()
+    if kept:
+        shutil.copy(trunk / "log.jsonl", out)
     line = f"{out / 'log.jsonl'} is not the log of this checkpoint: up to step 12 lines are another run's, or missing"
     assert line in (said := succeed(arguments(data, out, resume="auto")).out) and "already finished" in said
     (out / "result.json").unlink()
@@ -943,23 +830,19 @@ def test_another_runs_log_is_seen(whole, other_run, data, out, damage, kept):
     assert (out / "log-damaged-1.jsonl").exists() == kept
 
 
-def test_another_runs_result_is_made_again(whole, other_run, data, out):
+def test_another_runs_result_is_made_again(whole, trunk, data, out):
     shutil.copytree(whole, out)
-    shutil.copy(other_run / "result.json", out)
+    shutil.copy(trunk / "result.json", out)
     assert f"{out / 'result.json'} is damaged, or another run's" in succeed(arguments(data, out, resume="auto")).out
     assert_same_run(out, whole)
-    assert "already finished" in succeed(arguments(data, out, resume="auto")).out
 
 
-@pytest.mark.parametrize("kill", ["at result.json", "at loss.png"])
-def test_a_run_killed_before_its_picture_gets_it_at_the_next_start(data, out, kill):
+def test_a_run_killed_before_its_picture_gets_it_at_the_next_start(data, out):
     argv = arguments(data, out, max_iters=2)
     succeed(argv, draw_loss=lambda folder: None)
-    assert (out / "result.json").exists() and not (out / "loss.png").exists()
-    if kill == "at loss.png":
-        with mock.patch("os.replace", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-            draw_loss(out)
-        assert not (out / "loss.png").exists()
+    with mock.patch("os.replace", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        draw_loss(out)
+    assert not (out / "loss.png").exists()
     assert "already finished" in succeed([*argv, "--resume=auto"], draw_loss=draw_loss).out
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
@@ -976,19 +859,12 @@ def test_settings_that_may_change_on_resume_are_those_on_the_page(data, out):
     assert "keep_steps 1: already done, so no checkpoint of it is kept" in said
 
 
-def test_a_full_disk_is_named_with_the_file(data, out):
-    with mock.patch("os.fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")):
-        refuse(arguments(data, out), f"cannot write to {out}/config.json (No space left on device): make room")
-
-
 NO_GPU = not torch.cuda.is_available()
 TWO = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29877"}
 PLAN = {"schedule": "wsd", "warmup_iters": 2, "eval_interval": 0, "min_lr": 0, "keep_checkpoints": 1}  # of `trunk`
-OTHER = {"learning_rate": (0.003, 0.001), "min_lr": (-1.0, 0.001), "batch_tokens": (384, 768), "seed": (1337, 7),
-         "schedule": ("cosine", "wsd"), "warmup_iters": (-1, 3), "decay_iters": (-1, 4), "optimizer": ("adamw", "muon"),
-         "weight_decay": (0.1, 0.2), "beta1": (0.9, 0.8), "beta2": (0.95, 0.9), "grad_clip": (1.0, 2.0),
-         "model": ("longhorn", "llama"), "n_embd": (32, 64), "dtype": ("float32", "bfloat16"),
-         "documents": ("join", "pack"), "end_of_text": (-1, 32)}
+OTHER = {"learning_rate": (0.003, 0.001), "batch_tokens": (384, 768), "seed": (1337, 7), "schedule": ("cosine", "wsd"),
+         "warmup_iters": (-1, 3), "model": ("longhorn", "llama"), "documents": ("join", "pack"),
+         "end_of_text": (-1, 32)}
 
 
 def stopped(**changes):
@@ -1003,85 +879,73 @@ REFUSED = [
     ({"documents": "pack", "end_of_text": 256}, "end_of_text 256 is no token of {data}", "below 256"),
     ({"end_of_text": -2}, "end_of_text -2", "-1"),
     ({"batch_size": 8}, "batch_size", "micro_batch_size"),
-    ({"scan_backend": "cpu"}, "backend"), ({"pattern": "longhorn*3,lama"}, "'lama'", "longhorn", "llama"),
-    ({"pattern": "longhorn*9,llama"}, "no llama in"),
+    ({"pattern": "longhorn*3,lama"}, "'lama'"), ({"pattern": "longhorn*9,llama"}, "no llama in"),
     ({"block_size": 701, "batch_tokens": 701}, "block_size 701", "val.bin (700 tokens", "smaller block"),
-    ({"device": "gpu"}, "'gpu'", "cpu, cuda"),
     ({"micro_batch_size": 0}, "micro_batch_size 0", "at least 1"),
-    ({"eval_interval": -1}, "eval_interval -1", "0 or more"), ({"seed": -1}, "seed -1"),
+    ({"eval_interval": -1}, "eval_interval -1", "0 or more"),
     ({"seed": 2**32}, "seed 4294967296 must be below"), ({"timeout_minutes": 0}, "timeout_minutes 0.0 must be above 0"),
     ({"learning_rate": 0}, "learning_rate 0.0 must be above 0"), ({"beta1": 1}, "beta1 1.0 and"),
     ({"keep_steps": "3,x"}, "keep_steps 3,x"),
     ({"min_lr": 1}, "min_lr 1.0", "learning_rate 0.003"), ({"warmup_iters": 12}, "warmup_iters 12", "max_iters 12"),
-    ({"schedule": "wsd", "warmup_iters": 4, "decay_iters": 9}, "4", "9", "max_iters 12"), ({"beta2": 1}, "beta2 1.0"),
-    ({"warmup_iters": -100}, "warmup_iters -100", "-1 for its default"), ({"min_lr": -2}, "min_lr -2.0"),
-    ({"backend": "cpuu"}, "'cpuu'", "torch", "cpu", "cuda", "fused"), ({"n_layer": 10**14}, "n_layer", "at most 1024"),
+    ({"schedule": "wsd", "warmup_iters": 4, "decay_iters": 9}, "4", "9", "max_iters 12"),
+    ({"warmup_iters": -100}, "warmup_iters -100", "-1 for its default"), ({"backend": "cpuu"}, "'cpuu'"),
     ({"vocab_size": 10**9, "n_embd": 10**4, "model": "llama"}, "10,001,206,430,000 parameters take 40,004,825,720,000",
      "smaller"),
     *(({name: value}, name) for name, value in {
-        "max_iters": 10**400, "n_embd": 10**24, "vocab_size": 10**19, "grad_clip": "1e999", "learning_rate": math.nan,
-        "eval_block_size": 10**25, "batch_tokens": 384 * 10**9}.items()),
-    *[({"device": "cuda"}, "device cuda", "no GPU", "--device=cpu"), ({"backend": "cuda"}, "cuda", "GPU"),
-      ({"model": "gla", "backend": "fused"}, "fused", "GPU")] * NO_GPU,
+        "max_iters": 10**400, "grad_clip": "1e999", "learning_rate": math.nan, "batch_tokens": 384 * 10**9}.items()),
+    *[({"backend": "cuda"}, "cuda", "GPU")] * NO_GPU,
     # the environment
     ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"), ({"WORLD_SIZE": "-1"}, "must be a whole number in 1 .."),
-    ({"RANK": "2"}, "in 0 .. 1"), ({"RANK": ""}, "no RANK"), ({"MASTER_PORT": "1e4"}, "MASTER_PORT='1e4'"),
-    ({"LOCAL_WORLD_SIZE": "0.5"}, "LOCAL_WORLD_SIZE"), ({"TORCHELASTIC_MAX_RESTARTS": "many"}, "TORCHELASTIC_MAX"),
+    ({"RANK": "2"}, "in 0 .. 1"), ({"RANK": ""}, "no RANK"),
     ({"TORCHELASTIC_MAX_RESTARTS": "2"}, "resume=never", "torchrun --max-restarts", "--resume=auto"),
     # data
     ({"dataset": "pystdlob"}, "pystdlob", "pystdlib"),
     ({"dataset": "{data}:0.5,{gpt2}:0.5"}, "{gpt2}", "'gpt2'", "'bytes'"),
-    ({"dataset": "{data}:0.5,{characters}:0.5"}, "{characters}", "vocabularies"),
     # folders, and another run's checkpoint
-    ({"out_dir": "x" * 300}, "File name too long"), ({"out_dir": "{locked}"}, "another run is writing to {locked}"),
+    ({"out_dir": "{locked}"}, "another run is writing to {locked}"),
     ({"out_dir": "{data}/train.bin/run"}, "{data}/train.bin", "out_dir"),
     ({"resume": "must"}, "resume=must", "{out}/checkpoint.safetensors", "--resume=auto"),
     (stopped(**{key: new for key, (_, new) in OTHER.items()}), "{stopped}/checkpoint.safetensors", "another run",
      "out_dir", *(f" {key} {old!r} -> {new!r}" for key, (old, new) in OTHER.items())),
     (stopped(dataset="{other}"), "different data", "sha256 differs", "another out_dir"),
     (stopped(dataset="{other_val}"), "different data", "sha256 differs"),
-    (stopped(dataset="{data}:0.5,{data}:0.5"), "different data", "sha256 differs"),
     ({"out_dir": "{whole}", "resume": "auto", "max_iters": 24}, "max_iters 12 -> 24", "--schedule=constant",
      "--schedule=wsd before its decay"),
     ({"out_dir": "{whole}", "resume": "auto", "max_iters": 6}, "max_iters 12 -> 6"),
     ({"out_dir": "{trunk}", "resume": "auto", **PLAN, "max_iters": 24}, "max_iters 12 -> 24"),
     ({"out_dir": "{junk}", "resume": "auto"}, "{junk}/checkpoint.safetensors: cut short", "1 others"),
     *(({"out_dir": f"{{{place}}}", "resume": "auto"}, f"{{{place}}}/checkpoint.safetensors: does not fit this run")
-      for place in ("bad_step", "no_bad", "bad_config", "short")),
-    *(({**how, "resume": "auto"}, "{released}/checkpoint.safetensors: as_released=True is no setting", "gla_released")
-      for how in ({"out_dir": "{released}"}, {"init_from": "{released}"})),
+      for place in ("bad_step", "short")),
+    ({"out_dir": "{released}", "resume": "auto"}, "as_released=True is no setting", "gla_released"),
     # a branch
     ({**PLAN, "branch": "{trunk}@7"}, "{trunk} has checkpoints of steps 4, 8, 10, 12"),
-    ({**PLAN, "branch": "there"}, "RUN@STEP has checkpoints of steps (none)"),
     ({**PLAN, "branch": "{trunk}@8", "max_iters": 9}, "max_iters 12 -> 9", "learning rates of the 8 steps"),
     ({**PLAN, "branch": "{trunk}@4", "seed": 2}, "belongs to another run: seed"),
+    ({**PLAN, "branch": "{trunk}@4", "init_from": "{trunk}"}, "init_from=", "give one"),
+    ({**PLAN, "branch": "{trunk}@4", "out_dir": "{trunk}"}, "branch={trunk}@4 is in out_dir", "choose another out_dir"),
+    ({**PLAN, "branch": "{bare}@4"}, "{bare} has no log.jsonl"),
     # old weights
-    ({"init_from": "/dev/zero"}, "/dev/zero: not a regular file"), ({"init_from": "{empty}"}, "there is no checkpoint"),
-    ({"init_from": "{nowhere}"}, "{nowhere}", "no checkpoint was saved here"),
+    ({"init_from": "{empty}"}, "there is no checkpoint"), ({"init_from": "{nowhere}"}, "no checkpoint was saved here"),
     ({"init_from": "{data}/train.bin"}, "train.bin", "not a checkpoint of this project"),
     ({"init_from": "{whole}", "out_dir": "{whole}"}, "init_from", "is in out_dir"),
     ({"init_from": "{whole}", "n_embd": 64}, "{whole}/checkpoint.safetensors", "n_embd was 32, is 64",
      "embed.weight is (256, 32) in the checkpoint, (256, 64) in the model"),
     ({"init_from": "{whole}", "n_layer": 2}, "n_layer was 1, is 2",
      "layers.1.branches.0.norm.weight is missing in the checkpoint, (32,) in the model"),
-    ({"init_from": "{whole}", "model": "llama"}, "missing in the checkpoint", "model was 'longhorn', is 'llama'"),
     ({"init_from": "{more}"}, "do not fit this model: more is (5,) in the checkpoint, missing in the model"),
     ({"init_from": "{of_gpt2}"}, "{of_gpt2}/checkpoint.safetensors", "{data}", "('gpt2', 'bytes')"),
-    ({"init_from": "{of_abd}", "dataset": "{characters}"}, "{of_abd}/checkpoint.safetensors", "{characters}", "table"),
-    *(({"init_from": f"{{{place}}}"}, f"{{{place}}}/checkpoint.safetensors: does not fit")
-      for place in ("bad_step", "bad_config", "bad_skeleton")),
+    ({"init_from": "{bad_skeleton}"}, "{bad_skeleton}/checkpoint.safetensors: does not fit"),
     # what ends a run on its way
     ({"LM": partial(small_memory, 5)}, "micro-batch of 12 x 32", "--micro_batch_size=6 --resume=auto",
      "--auto_micro_batch"),
-    ({"LM": partial(small_memory, 0), "micro_batch_size": 1}, "1 x 32", "block_size"),
     ({"LM": partial(small_memory, 0), "auto_micro_batch": True}, "1 x 32", "block_size"),
     *(({"patch": (place, error)}, "micro-batch of 12 x 32", "--micro_batch_size=6") for place, error in (
         ("evaluation.validation.Evaluate.loss", MemoryError),
         ("optim.AdamW.step", torch.OutOfMemoryError("CUDA out of memory.")))),
-    ({"LM": partial(poisoned, range(5, 99)), "max_bad_steps": 3}, "step 7", "3 times in a row", "{data}/train.bin",
-     "{out}/checkpoint.safetensors, step", "learning_rate"),
     ({"patch": ("common.files.os.replace", OSError(errno.EBUSY, "Device or resource busy"))},
      "cannot write to {out}/config.json (Device or resource busy)", "another out_dir"),
+    ({"patch": ("os.fsync", OSError(errno.ENOSPC, "No space left on device"))},
+     "cannot write to {out}/config.json (No space left on device): make room"),
 ]
 
 @pytest.fixture(scope="module")
@@ -1104,8 +968,8 @@ def places(data, whole, trunk, tmp_path_factory):
 
     root = tmp_path_factory.mktemp("places")
     places, (tensors, meta), old = Places(data=data, whole=whole, trunk=trunk), saved(whole), state(whole)
-    for name, how in {"other": {"seed": 1}, "gpt2": {"tokenizer": "gpt2"}, "characters": {"table": "abc"}}.items():
-        write_data(root / name, **how)
+    write_data(root / "other", seed=1)
+    write_data(root / "gpt2", tokenizer="gpt2")
     description = record(shutil.copytree(data, root / "other_val"), "meta")
     val = np.roll(np.fromfile(data / "val.bin", dtype=np.uint16), 1)
     description["splits"]["val"] = writer.write_split(root / "other_val" / "val.bin", [val], 256)
@@ -1119,12 +983,11 @@ def places(data, whole, trunk, tmp_path_factory):
     with_more, skeleton = checkpoint.flatten({**old, "model": {**old["model"], "more": torch.ones(5)}})
     write("more", with_more, skeleton=skeleton)
     write("short", {name: t[:5] if name.endswith("embed.weight") else t for name, t in tensors.items()})
-    for name, changes in {"of_gpt2": {"tokenizer": "gpt2"}, "of_abd": {"table": "abd"}, "bad_step": {"step": "five"},
-                          "bad_config": {"config": 7}, "bad_skeleton": {"skeleton": 7}}.items():
-        write(name, **changes)
-    del meta["bad"]
-    write("no_bad")
+    write("of_gpt2", tokenizer="gpt2")
+    write("bad_step", step="five")
+    write("bad_skeleton", skeleton=7)
     (root / "empty").mkdir()
+    shutil.copytree(trunk, root / "bare", ignore=shutil.ignore_patterns("log.jsonl"))
     for name in ("checkpoint", "best"):
         (root / "junk").mkdir(exist_ok=True)
         (root / "junk" / f"{name}.safetensors").write_bytes(b"junk")
@@ -1160,8 +1023,7 @@ def test_help_lists_every_key():
 
 
 def test_what_wandb_is_given(data, tmp_path, monkeypatch):
-    """Only where it is wanted: the run under its folder's name, and the losses that the log has. That it is not there
-    is said before anything is moved."""
+    """Only where it is wanted: the run under its folder's name, and the losses that the log has."""
     wandb = mock.Mock(summary={})
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     argv = lambda name, **how: arguments(data, tmp_path / name, max_iters=4, final_eval_tokens=64, **how)
@@ -1179,12 +1041,14 @@ def test_what_wandb_is_given(data, tmp_path, monkeypatch):
     other, first, again, branch = (call.kwargs for call in wandb.init.call_args_list)
     assert first["id"] == again["id"] != other["id"] and again["resume"] == "allow"
     assert branch["id"] != first["id"]
-    before = sorted(tmp_path.rglob("*"))
-    for module, words in ((None, ("wandb=online", "pip install wandb", "--wandb=off")),
-                          (mock.Mock(**{"login.side_effect": LookupError("no key")}), ("no key", "--wandb=offline"))):
-        monkeypatch.setitem(sys.modules, "wandb", module)
-        refuse(argv("loud", wandb="online"), *words)
-    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("module, words", [
+    (None, "pip install wandb"), (mock.Mock(**{"login.side_effect": LookupError("no key")}), "no key")])
+def test_a_wandb_that_cannot_log_is_said_before_anything_is_moved(data, out, monkeypatch, module, words):
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    refuse(arguments(data, out, wandb="online"), "wandb=online", words, "--wandb=offline")
+    assert not out.exists() or not [p for p in out.iterdir() if p.name != ".lock"]
 
 
 # ---------------------------------------------------------------- another model, other data, an evaluation of one's own
@@ -1211,9 +1075,9 @@ class Points:
             yield part, 3 * part, len(part) / 4
 
 
-def test_anything_can_be_trained(out, tmp_path, capsys):
+def test_anything_can_be_trained(out, tmp_path):
     """The same loop, resume and records; an evaluation's metrics are logged, and it ends the run. Signals are the
-    caller's again, but not where an error is on its way: torchrun's SIGTERM would come before its line."""
+    caller's again."""
     whole, asked, before = tmp_path / "whole", [], signal.getsignal(signal.SIGTERM)
     config = TrainConfig(out_dir=str(whole), max_iters=40, eval_interval=5, learning_rate=0.2, min_lr=0.2,
                          warmup_iters=0, micro_batch_size=3, dtype="float32", self_check="off", log_interval=1,
@@ -1240,13 +1104,4 @@ def test_anything_can_be_trained(out, tmp_path, capsys):
         assert go_on(0, config, stops) is None and saved(out)[1]["step"] in (5, 6)
         go_on(1, config, Points())  # a checkpoint has the random state
         assert_same_training(out, whole)
-        content = (out / "result.json").read_bytes()
-        go_on(1, config, Points(), None)
-        assert "already finished" in capsys.readouterr().out and (out / "result.json").read_bytes() == content
         assert signal.getsignal(signal.SIGTERM) is before
-        try:
-            with pytest.raises(ZeroDivisionError):
-                go_on(0, dataclasses.replace(config, out_dir=str(tmp_path / "x")), Points(), lambda *_, **how: 1 / 0)
-            assert signal.getsignal(signal.SIGTERM) is not before
-        finally:
-            signal.signal(signal.SIGTERM, before)
