@@ -375,11 +375,12 @@ def test_further_budgets_branch_from_a_run_that_has_begun(tmp_path, of_a_seed):
     """It keeps another checkpoint for a budget whose decay it has not come to; one that it has passed is lost."""
     first = of_a_seed(1024, 512)
     runner.write_plan(tmp_path, first)
-    has_run(tmp_path / first[0].name, 256)
-    cells = trunk, branch, lost = of_a_seed(1024, 700, 256)
+    has_run(tmp_path / first[0].name, 410, 500)
+    cells = trunk, branch, shorter, lost = of_a_seed(1024, 700, 512, 256)
     runner.write_plan(tmp_path, cells)
     assert [a for a in trunk.argv if "keep_steps" in a] == trunk.argv[-1:] == ["--keep_steps=410,560,819"]
-    assert branch.after == trunk.name and branch.at["from"] == 560 and not lost.after and lost.at["from"] == 0
+    assert branch.after == shorter.after == trunk.name and not lost.after
+    assert [c.at["from"] for c in cells] == [0, 560, 410, 0]
 
 
 SMALL = sweep.Size(("--n_layer=2", "--n_head=2", "--n_embd=128"), 1024, (256, 512), seeds=5, search=2)
