@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 import tokenizers
 import torch
-from helpers import VOCAB, make_run, refused, run_program, tiny
+from helpers import VOCAB, evaluate, make_run, refused, run_program, tiny
 
-import evaluate
 import export
 import sample
 import train
