@@ -30,7 +30,8 @@ from common.errors import ConfigError
 from data import prepared
 from data.pystdlib import prepare as pystdlib
 from experiments import extrapolation as ex
-from experiments import pages, records
+from experiments import extrapolation_report, pages, records
+from experiments.extrapolation_report import mean_and_error
 from inspection import counting
 from model import LM, ModelConfig
 from runtime import checkpoint
@@ -134,7 +135,7 @@ def test_differences_are_paired():
     row = ex.summary(easy + 0.25, 16, (4, easy))
     assert row["loss"] == 3.25 and row["loss_standard_error"] == pytest.approx(2 / math.sqrt(3))
     assert row["difference"] == 0.25 and row["difference_standard_error"] == 0 and row["against"] == 4
-    assert math.isnan(ex.mean_and_error([1.0])[1]) and math.isnan(ex.mean_and_error([1.0, None])[0])
+    assert math.isnan(mean_and_error([1.0])[1]) and math.isnan(mean_and_error([1.0, None])[0])
 
 
 def test_an_allocation_that_fails_ends_the_length_only(capsys):
@@ -183,7 +184,7 @@ def test_limited_attention_sees_what_a_fresh_window_sees():
 
 def test_a_norm_that_is_lost_is_seen():
     norms = {"a": {"positions": [1, 2], "rms": [1.0, None]}, "b": {"positions": [1, 2], "rms": [3.0, 2.0]}}
-    loudest = ex.loudest(norms)
+    loudest = extrapolation_report.loudest(norms)
     assert loudest[1] == 3 and math.isnan(loudest[2])
 
 
