@@ -28,7 +28,6 @@ LLaMA is read a second time with its attention limited to the training length (f
 holds its loss, it was not the text that had become harder, but positions that training had never shown.
 """
 
-import argparse
 import dataclasses
 import hashlib
 import itertools
@@ -44,12 +43,12 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.measure import Peak, check_numbers, check_out, in_one_line, new_record, write_record  # noqa: E402
-from common.errors import ConfigError, is_out_of_memory, main_error  # noqa: E402
+from bench.measure import Peak, check_out, in_one_line, new_record, write_record  # noqa: E402
+from common.errors import ConfigError, is_out_of_memory  # noqa: E402
 from data.prepared import Tokens, find_dataset  # noqa: E402
-from experiments import pages, sweep  # noqa: E402
-from experiments.extrapolation_report import in_words, mean_and_error, report  # noqa: E402
-from experiments.sweeps import runner  # noqa: E402
+from experiments import extrapolation_report, sweep  # noqa: E402
+from experiments.extrapolation_report import in_words, mean_and_error  # noqa: E402
+from experiments.sweeps.experiment import EXACT, Experiment  # noqa: E402
 from experiments.sweeps.runner import Cell, numbers  # noqa: E402
 from mixers import RWKV4TimeMix  # noqa: E402
 from model import LM, tensors_of  # noqa: E402
@@ -66,26 +65,27 @@ LAPTOP = dict(block_size=256, max_iters=2000, eval_interval=1000, eval_tokens=65
               eval_block_size=256)
 PRESETS = {
     # 1.5M parameters, 2.0M tokens each
-    "laptop": {"jobs": 2, "lengths": [256 << i for i in range(7)], "eval_tokens": 262144, "train": LAPTOP},
+    "laptop": {"lengths": [256 << i for i in range(7)], "eval_tokens": 262144, "train": LAPTOP},
     # 460K parameters, 2.0M tokens each
-    "steps": {"jobs": 2, "lengths": [256, 1024, 4096, 16384], "eval_tokens": 262144, "families": STEPS,
+    "steps": {"lengths": [256, 1024, 4096, 16384], "eval_tokens": 262144, "families": STEPS,
               "seeds": (1, 2, 3), "train": LAPTOP | dict(n_layer=2, n_head=2, n_embd=128, learning_rate=2e-3)},
     # 20M parameters, 39M tokens each
-    "gpu": {"jobs": 1, "lengths": [2048 << i for i in range(6)], "eval_tokens": 0, "train": dict(
+    "gpu": {"lengths": [2048 << i for i in range(6)], "eval_tokens": 0, "train": dict(
         n_layer=6, n_embd=512, n_head=8, d_state=16, mlp_multiple=512, block_size=2048, batch_tokens=65536,
         micro_batch_size=16, max_iters=600, learning_rate=1e-3, eval_interval=300, eval_tokens=262144,
         eval_block_size=2048)},
 }
 
 
-def plan(preset, families=(), seeds=()):
-    """[Cell] of a preset, of other families or seeds where they are given. Raises ConfigError for an unknown family."""
+def plan(preset, families=(), seeds=(), extra=()):
+    """[Cell] of a preset, of other families or seeds where they are given; extra: settings for every run. Raises
+    ConfigError for an unknown family."""
     preset = PRESETS[preset]
     given = tuple(f"--{key}={value}" for key, value in {"dataset": CORPUS, **preset["train"]}.items())
     size, families = sweep.Preset({"": sweep.Size(given)}), families or preset.get("families", FAMILIES)
     cells = []
     for seed, family in itertools.product(seeds or preset.get("seeds", [None]), families):
-        run, argv = family, sweep.base_arguments(size, family, "")
+        run, argv = family, [*sweep.base_arguments(size, family, ""), *extra]
         if seed is not None:
             run, argv = f"{family}, seed {seed}", [*argv, f"--seed={seed}"]
         cells.append(Cell(re.sub(r"[^\w.@-]+", "_", run), argv, {"run": run}))
@@ -340,34 +340,95 @@ def evaluate(folder, args, run):
     return records
 
 
-# ----------------------------------------------------------------------------------------------------------------- main
+# -------------------------------------------------------------------------------------------------------- command line
 
-def parse(argv):
-    if argv and argv[0].startswith("--") and argv[0] != "--help":
-        argv = ["eval", *argv]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="eval | run | report")
-    one, several, again = (commands.add_parser(n) for n in ("eval", "run", "report"))
-    one.add_argument("--checkpoint", nargs="+", required=True, help="folders of runs, each with checkpoint.safetensors")
-    one.add_argument("--lengths", type=numbers(int), default=(), help="tokens, by commas (1 to 16 times trained)")
-    one.add_argument("--eval_tokens", type=int, help="tokens to predict at each length (all there are)")
-    one.add_argument("--dataset", default="", help="a prepared folder, or its name in data/ (that of training)")
-    several.add_argument("families", nargs="*", metavar="FAMILY", help="instead of the preset's: a family or pattern, "
+class Extrapolation(Experiment):
+    script = "experiments/extrapolation.py"
+    name = "extrapolation_{preset}"
+    out = "record file, .json"
+    sets = (*sweep.SET_BY_THE_SWEEP, "dataset")
+    see = "FAMILY, --preset, --seeds"
+
+    def __init__(self, argv):
+        if argv and argv[0].startswith("--") and argv[0] != "--help":
+            argv = ["eval", *argv]
+        super().__init__(argv)
+
+    def add_commands(self, commands):
+        super().add_commands(commands)
+        one = commands.add_parser("eval", help="read checkpoints that there are", **EXACT)
+        one.add_argument("--checkpoint", nargs="+", required=True, help="folders of runs, each with "
+                         "checkpoint.safetensors")
+        one.add_argument("--lengths", type=numbers(int), default=(), help="tokens, by commas (1 to 16 times trained)")
+        one.add_argument("--eval_tokens", type=int, help="tokens to predict at each length (all there are)")
+        one.add_argument("--dataset", default="", help="a prepared folder, or its name in data/ (that of training)")
+        one.add_argument("--out", type=Path, help="record file (out/extrapolation.json)")
+        for command in one, commands.choices["run"]:
+            command.add_argument("--save", action="store_true", help="write the record to results/")
+            command.add_argument("--chunk", type=int, default=1024, help="tokens read at a time (%(default)s)")
+            command.add_argument("--batch_size", type=int, help="sequences at a time (1, on a GPU 8)")
+            command.add_argument("--device", default="auto", help="cpu or cuda (a GPU if there is one)")
+
+    def add_run_options(self, run):
+        super().add_run_options(run)
+        run.add_argument("families", nargs="*", metavar="FAMILY", help="instead of the preset's: a family or pattern, "
                          "also with settings of its own, as in deltanet@step=implicit")
-    several.add_argument("--preset", choices=list(PRESETS), required=True)
-    several.add_argument("--seeds", type=numbers(int, least=0), default=(), help="one run for each (the preset's)")
-    runner.add_options(several, "the preset's")
-    for p, name in ((one, "extrapolation"), (several, "extrapolation_PRESET")):
-        p.add_argument("--out", help=f"the record file (out/{name}.json)")
-        p.add_argument("--save", action="store_true", help=f"write it to results/{name}.json")
-        p.add_argument("--chunk", type=int, default=1024, help="tokens read at a time (%(default)s)")
-        p.add_argument("--batch_size", type=int, help="sequences at a time (1, on a GPU 8)")
-        p.add_argument("--device", default="auto", help="cpu or cuda (a GPU if there is one)")
-    again.add_argument("file", help="the record that eval or run wrote")
-    parser.set_defaults(chunk=None, batch_size=None)
-    args = parser.parse_args(argv)
-    check_numbers(parser, args, "chunk", "batch_size")
-    return args
+        run.add_argument("--preset", choices=list(PRESETS), required=True)
+        run.add_argument("--seeds", type=numbers(int, least=0), default=(), help="one run for each (the preset's)")
+
+    def run(self):
+        args = self.args
+        for option in ("chunk", "batch_size"):
+            value = getattr(args, option)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{option}={value}: 1 or more")
+        if args.command == "run":
+            self.record = record_file(args, self.name.format(**vars(args)))
+            return super().run()
+        self.record = record_file(args, "extrapolation")
+        runs = {Path(folder).resolve().name: folder for folder in args.checkpoint}
+        if len(runs) < len(args.checkpoint):
+            raise ConfigError(f"--checkpoint: two folders of {', '.join(args.checkpoint)} have one name, and so would "
+                              "their records: use two --out")
+        self.read(runs)
+        return 0
+
+    def place(self):
+        return ROOT / "out" / self.name.format(**vars(self.args))
+
+    def plan(self):
+        return plan(self.args.preset, self.args.families, self.args.seeds, self.extra)
+
+    def about(self):
+        return {"preset": self.args.preset}
+
+    def go(self, cells):
+        from data.pystdlib.prepare import prepare
+
+        prepare(ROOT / "data" / CORPUS, documents="package")
+        super().go(cells)
+
+    def finish(self):
+        preset = PRESETS[self.args.preset]
+        self.args.lengths, self.args.eval_tokens, self.args.dataset = preset["lengths"], preset["eval_tokens"], ""
+        self.read({c.at["run"]: self.folder / c.name for c in self.cells if c.name not in self.failed})
+
+    def read(self, runs):
+        """Evaluate the checkpoints of {name: folder}, each added to the record in the place of its own; report."""
+        for name, folder in runs.items():
+            new = evaluate(folder, self.args, name)
+            old = lambda r, run=name: r["run"] == run or r["run"].startswith(f"{run}, last ")  # see `evaluate`
+            with fields(f"{self.record}: its records"):
+                kept = read_json(self.record)["extrapolation"] if self.record.exists() else []
+                kept = [r for r in kept if not old(r)]
+            write_record(self.record, {"extrapolation": [*kept, *new]})
+        self.folder = self.record
+        super().finish()
+
+    def report(self, folder, out=None):
+        paths = extrapolation_report.write(folder, out)
+        print(paths["md"].read_text(encoding="utf-8"))
+        return paths
 
 
 def record_file(args, name):
@@ -379,51 +440,5 @@ def record_file(args, name):
     return out
 
 
-def read_runs(runs, args, out):
-    """Evaluate the checkpoints of {name: folder}, each added to the file `out` in the place of its records; report."""
-    for name, folder in runs.items():
-        records = evaluate(folder, args, name)
-        old = lambda r, run=name: r["run"] == run or r["run"].startswith(f"{run}, last ")  # see `evaluate`
-        with fields(f"{out}: its records"):
-            others = [r for r in read_json(out)["extrapolation"] if not old(r)] if out.exists() else []
-        write_record(out, {"extrapolation": [*others, *records]})
-    pages.after_sweep(report, out, "experiments/extrapolation.py")
-
-
-def run(args):
-    """Train a preset's families, read on with each, report. What has been trained is not trained again."""
-    from data.pystdlib.prepare import prepare
-
-    preset, name = PRESETS[args.preset], f"extrapolation_{args.preset}"
-    cells = plan(args.preset, args.families, args.seeds)
-    out, runs = record_file(args, name), ROOT / "out" / name
-    prepare(ROOT / "data" / CORPUS, documents="package")
-    jobs, gpus, _ = runner.placement(args)
-    with runner.driver(args, runs, args.jobs or preset["jobs"] * (not args.cluster), gpus=gpus) as engine:
-        runner.write_plan(runs, cells, preset=args.preset)  # refuses other arguments than a run began with
-        failed = runner.run_cells(cells, runs, engine)
-    code = runner.say_failed(failed, cells)
-    args.lengths, args.eval_tokens, args.dataset = preset["lengths"], preset["eval_tokens"], ""
-    read_runs({c.at["run"]: runs / c.name for c in cells if c.name not in failed}, args, out)
-    return code
-
-
-def main(argv):
-    args = parse(argv)
-    if args.command == "report":
-        return report(args.file)
-    if args.command == "run":
-        return run(args)
-    runs = {Path(folder).resolve().name: folder for folder in args.checkpoint}
-    if len(runs) < len(args.checkpoint):
-        raise ConfigError(f"--checkpoint: two folders of {', '.join(args.checkpoint)} have one name, and so would "
-                          "their records: use two --out")
-    read_runs(runs, args, record_file(args, "extrapolation"))
-
-
 if __name__ == "__main__":
-    with main_error("experiments/extrapolation.py"):
-        try:
-            sys.exit(main(sys.argv[1:]))
-        except KeyboardInterrupt:
-            sys.exit("experiments/extrapolation.py: interrupted; records of the runs that were read are kept")
+    sys.exit(Extrapolation.main(sys.argv[1:]))

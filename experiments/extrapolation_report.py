@@ -1,5 +1,6 @@
 """The page and the figure of experiments/extrapolation.py, from its record file."""
 
+import functools
 import itertools
 import math
 import re
@@ -194,7 +195,5 @@ def curve(axis, x, y, error, style, shown=np.positive):
     axis.fill_between(x, shown(y - error), shown(y + error), color=style["color"], alpha=0.12, lw=0)
 
 
-def report(path):
-    """Print the page for a file of records, and write it beside the file, with the figure."""
-    paths = pages.report("extrapolation", by_name, page, draw, "perplexity, and the gain from the longer past", path)
-    print(f"{paths['md'].read_text(encoding='utf-8')}\npicture: {paths['png']}, table: {paths['md']}")
+write = functools.partial(pages.report, "extrapolation", by_name, page, draw,
+                          "perplexity, and the gain from the longer past")

@@ -25,22 +25,21 @@ from scipy import stats
 
 import configurator
 import families  # noqa: F401
-from common import errors
-from common.errors import ConfigError
 from data import prepared
 from data.pystdlib import prepare as pystdlib
 from experiments import extrapolation as ex
 from experiments import extrapolation_report, pages, records
 from experiments.extrapolation_report import mean_and_error
+from experiments.sweeps import runner
 from inspection import counting
 from model import LM, ModelConfig
-from runtime import checkpoint
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = dict(n_layer=2, n_embd=32, n_head=2, d_state=4, mlp_multiple=16, vocab_size=64, block_size=16)
 
 
+main = ex.Extrapolation.main
 tiny = functools.partial(helpers.tiny, **SHAPE)
 
 
@@ -214,18 +213,18 @@ def save_run(folder, family, corpus):
 def test_a_preset_is_trained_read_and_reported(corpus, tmp_path, monkeypatch, capsys):
     asked, out = {}, tmp_path / "new" / "out.json"
 
-    def run_cells(cells, folder, engine):
-        asked.update(cells=cells, jobs=engine.jobs)
+    def run_cells(cells, folder, engine, program):
+        asked.update(cells=cells)
         for name in ("longhorn", "llama"):
             save_run(Path(folder) / name, name, corpus)
         return {c.name: "it diverged" for c in cells if c.name not in ("longhorn", "llama")}
 
-    monkeypatch.setattr(ex.runner, "run_cells", run_cells)
+    monkeypatch.setattr(runner, "run_cells", run_cells)
     monkeypatch.setattr(pystdlib, "prepare", lambda out, documents: asked.update(prepared=documents))
     monkeypatch.setattr(ex, "ROOT", tmp_path)
     monkeypatch.setitem(ex.PRESETS["laptop"], "lengths", [16, 256])
-    assert ex.main(["run", "--preset=laptop", "--chunk=32", f"--out={out}"]) == 1  # some were not trained
-    assert asked == {"prepared": "package", "jobs": 2, "cells": ex.plan("laptop")}
+    assert main(["run", "--preset=laptop", "--chunk=32", f"--out={out}"]) == 1  # some were not trained
+    assert asked == {"prepared": "package", "cells": ex.plan("laptop")}
     assert "FAILED mamba: it diverged" in capsys.readouterr().out
     longhorn, llama, limited = json.loads(out.read_text())["extrapolation"]
     assert [r["run"] for r in (longhorn, llama, limited)] == ["longhorn", "llama", "llama, last 16 tokens"]
@@ -254,7 +253,7 @@ def test_a_run_read_again_takes_the_place_of_its_records(corpus, tmp_path, undra
     out = tmp_path / "again.json"
 
     def read(name, family, *options):
-        ex.main(["--checkpoint", str(save_run(tmp_path / name, family, corpus)), f"--out={out}", *options])
+        main(["--checkpoint", str(save_run(tmp_path / name, family, corpus)), f"--out={out}", *options])
         return records.read(out)
 
     runs = read("llama", "llama")
@@ -271,7 +270,7 @@ def test_a_run_read_again_takes_the_place_of_its_records(corpus, tmp_path, undra
 
 def page_of(path, kept):
     path.write_text(json.dumps({"extrapolation": kept}))
-    ex.main(["report", str(path)])
+    main(["report", str(path)])
     return re.sub(" +", " ", path.with_suffix(".md").read_text())
 
 
@@ -335,20 +334,20 @@ def test_a_mistake_is_one_line(corpus, tmp_path, monkeypatch, capsys, argv, word
     if argv[0].startswith("--"):
         argv = ["--checkpoint", "run", "--out=records.json", *argv]
     with pytest.raises(SystemExit) as end:
-        with errors.main_error("extrapolation", checkpoint.CheckpointError, prepared.DataError, OSError):
-            ex.main(argv)
+        main(argv)
     assert end.value.code == 2 and word in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "records.json").exists()
 
 
-def test_other_text_than_that_of_training_has_to_be_named(corpus, tmp_path, monkeypatch):
+def test_other_text_than_that_of_training_has_to_be_named(corpus, tmp_path, monkeypatch, capsys):
     """In a copy without git too, where a record's commit is null."""
     monkeypatch.setattr("runtime.records.code_version", lambda: {"commit": None, "uncommitted_changes": None})
     run, out = str(save_run(tmp_path / "run", "longhorn", corpus)), tmp_path / "records.json"
     write_folder(corpus, [0] * 700, [0] * 700, 64)
-    with pytest.raises(ConfigError, match="is not what .* was trained on .* name other text with --dataset"):
-        ex.main(["--checkpoint", run, f"--out={out}"])
-    ex.main(["--checkpoint", run, f"--dataset={corpus}", "--lengths=16,64", "--eval_tokens=64", f"--out={out}"])
+    with pytest.raises(SystemExit):
+        main(["--checkpoint", run, f"--out={out}"])
+    assert re.search("is not what .* was trained on .* name other text with --dataset", capsys.readouterr().err)
+    main(["--checkpoint", run, f"--dataset={corpus}", "--lengths=16,64", "--eval_tokens=64", f"--out={out}"])
     text = records.read(out).text[0]
     assert text["trained_on_this_data"] is False and text["documents"] is None and text["starts"] == [0]
 
@@ -392,4 +391,4 @@ def test_the_plan_of_a_preset(preset):
 def test_records_go_to_results_only_where_that_is_asked_for(argv, file, monkeypatch, tmp_path):
     monkeypatch.setattr(ex, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert ex.record_file(ex.parse(argv), "x") == tmp_path / file
+    assert ex.record_file(ex.Extrapolation(argv).args, "x") == tmp_path / file

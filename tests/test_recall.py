@@ -29,6 +29,7 @@ from experiments.recall.task import PAIRS, Examples, Task, distinct, generate
 from experiments.sweeps import runner
 from inspection import counting
 from model import ModelConfig, tensors_of
+from runtime.distributed import launch
 from runtime.records import read_log
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -393,7 +394,7 @@ def test_the_papers_448_runs_as_specified():
     assert len(cells) == len({c.name for c in cells}) == 448
     assert {c.at["mixer"] for c in cells} == {"attention", "based", "hyena", "rwkv4", "baseconv", "mamba", "longhorn"}
     for c in cells[::13]:
-        config = cell.load(c.argv[1:])
+        config = cell.load(c.argv)
         assert config.pairs == PAIRS[config.block_size]
         assert config.batch_examples == {64: 512, 128: 512, 256: 256, 512: 128}[config.block_size]
         assert (config.epochs, config.stop_at, config.weight_decay, config.vocab_size) == (64, 0.99, 0.1, 8192)
@@ -410,19 +411,19 @@ def test_a_sweep_from_its_plan_to_the_report(tmp_path, monkeypatch, capsys):
     for name, value in (("OMP_NUM_THREADS", "1"), ("CUDA_VISIBLE_DEVICES", "")):
         monkeypatch.setenv(name, value)
     line = ["run", "--mixers=based", "--Ts=16", "--widths=16", "--lrs=1e-2", f"--out={tmp_path / 'x'}", *IN_A_SWEEP]
-    assert mqar.main([*line, "--dry-run"]) == 0 and not (tmp_path / "x").exists()
+    assert mqar.RecallSweep.main([*line, "--dry-run"]) == 0 and not (tmp_path / "x").exists()
     printed = capsys.readouterr().out
-    assert "1 runs" in printed and "experiments/recall/mqar.py cell --model=based --block_size=16" in printed
-    assert mqar.main(line) == 0 and "report.png" in capsys.readouterr().out
+    assert "1 runs" in printed and "experiments/recall/cell.py --model=based --block_size=16" in printed
+    assert mqar.RecallSweep.main(line) == 0 and "report.png" in capsys.readouterr().out
     result = tmp_path / "x/based_T16_d16_lr0.01_seed1/result.json"
     written = result.stat().st_mtime_ns
-    assert mqar.main(line) == 0 and result.stat().st_mtime_ns == written  # it is not run again
+    assert mqar.RecallSweep.main(line) == 0 and result.stat().st_mtime_ns == written  # it is not run again
 
 
 def test_the_plan_says_how_long_it_takes(capsys):
     at = {"T": 64, "pairs": 4, "n_embd": 64, "mixer": "gla", "steps": 10, "flops": 1e14}  # 3e-11 s each
-    mqar.print_plan([runner.Cell("a", [], at)] * 2, 2, "2 CPU cores")
-    assert "2 runs, at most 2e+14 FLOPs, on 2 CPU cores, 2 at a time" in (said := capsys.readouterr().out)
+    mqar.RecallSweep(["run"]).say_plan([runner.Cell("a", [], at)] * 2, 2, "2 CPU cores")
+    assert "2 runs on 2 CPU cores, at most 2e+14 FLOPs, 2 at a time" in (said := capsys.readouterr().out)
     assert "about 50 min at most" in said
 
 
@@ -434,7 +435,7 @@ def swept(tmp_path_factory):
     runner.write_plan(folder, cells, preset="none")
     with mock.patch("runtime.telemetry.draw_loss"):
         for c in cells:
-            cell.main([*c.argv[1:], f"--out_dir={folder / c.name}"])
+            cell.main([*c.argv, f"--out_dir={folder / c.name}"])
     return folder
 
 
@@ -564,7 +565,9 @@ def test_mistakes_are_one_line(line, word, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     command, *options = line.split()
     with pytest.raises(SystemExit) as stopped:
-        mqar.main([command, *(SMALL if command == "cell" else []), *options])
+        if command == "cell":
+            launch("cell.py", lambda _: cell.main([*SMALL, *options]))
+        mqar.RecallSweep.main([command, *options])
     err = capsys.readouterr().err
     assert stopped.value.code == 2 and word in err.splitlines()[-1] and "Traceback" not in err
     assert not list(tmp_path.glob("out/[!.]*"))

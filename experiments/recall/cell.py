@@ -1,7 +1,7 @@
 """One run of the recall benchmark: a mixer, a length, a width, a learning rate, a seed. mqar.py runs many.
 
-    python experiments/recall/mqar.py cell --model=longhorn --block_size=64 --learning_rate=1e-2 --out_dir=out/one
-    python experiments/recall/mqar.py cell --help
+    python experiments/recall/cell.py --model=longhorn --block_size=64 --learning_rate=1e-2 --out_dir=out/one
+    python experiments/recall/cell.py --help
 
     loss = mean over the queries of -log softmax(h E^T)[value]         E the embedding, h (n_embd,) at a query
     rate(epoch) = learning_rate (1 + cos(pi epoch / epochs)) / 2       no warmup, no clipping
@@ -14,19 +14,23 @@ to stop, and in Figure 4 which learning rate counts. The examples behind `by_pai
 import contextlib
 import functools
 import math
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 
-import configurator
-import train
-from common.errors import ConfigError, is_out_of_memory
-from experiments.recall.models import Recall
-from experiments.recall.task import Task, generate, overlap
-from inspection.counting import state_size
-from runtime import distributed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import configurator  # noqa: E402
+import train  # noqa: E402
+from common.errors import ConfigError, is_out_of_memory  # noqa: E402
+from experiments.recall.models import Recall  # noqa: E402
+from experiments.recall.task import Task, generate, overlap  # noqa: E402
+from inspection.counting import state_size  # noqa: E402
+from runtime import distributed  # noqa: E402
 
 
 @dataclass
@@ -81,7 +85,7 @@ class RecallConfig(train.TrainConfig):
 
 def load(argv):
     """The RecallConfig of a command line, with zeros replaced by the benchmark's values. Raises ConfigError."""
-    config = configurator.load(RecallConfig, argv, prog="mqar.py cell")
+    config = configurator.load(RecallConfig, argv, prog="cell.py")
     least = {"n_embd": 1, "train_examples": 1, "test_examples": 1, "epochs": 1, "batch_examples": 0, "max_iters": 0}
     for name, value in least.items():
         if getattr(config, name) < value:
@@ -223,3 +227,7 @@ def main(argv):
     model, data = build_model(config, device), RecallData(config, device)
     train.load_weights(model, config, data)
     train.train(config, model, data, Evaluate(config, data), rate_factor)
+
+
+if __name__ == "__main__":
+    sys.exit(distributed.launch("cell.py", main))

@@ -6,7 +6,7 @@
     python experiments/recall/mqar.py run --preset=gpu              the claim: T = 512 at width 64, three mixers
     python experiments/recall/mqar.py run --preset=paper --dry-run  the whole figure: 448 runs
     python experiments/recall/mqar.py report out/recall_laptop      table and figure, from the records alone
-    python experiments/recall/mqar.py cell --model=longhorn         one run; cell --help lists its settings
+    python experiments/recall/cell.py --model=longhorn              one run; --help lists its settings
     python experiments/recall/mqar.py run --mixers=longhorn,mamba --Ts=128 --widths=64,128 --lrs=2.2e-3,1e-2 --seeds=1,2
 
 Any other --key=value goes to every run (`--epochs=8`, `--dtype=float32`). Stop it at any moment: the same command
@@ -18,10 +18,7 @@ Here other examples are reported, and `--seeds=1,2,3` adds what the protocol doe
 mixers solve a task is a coarse question: 3 of 3 seeds against 1 of 3 is p = 0.40. Steps to half of it say more.
 """
 
-import argparse
 import dataclasses
-import functools
-import shlex
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -31,14 +28,14 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from experiments.sweeps import runner  # noqa: E402
+from experiments.recall import report  # noqa: E402
+from experiments.sweeps.experiment import Experiment  # noqa: E402
 from experiments.sweeps.runner import Cell, hours, names, numbers  # noqa: E402
 
 STEPS = ("deltanet", "deltanet_implicit", "deltanet_exact", "deltanet_free", "deltanet_implicit_free",
          "deltanet_exact_free")
 FIGURE4 = ("attention", "based", "hyena", "rwkv4", "baseconv", "mamba", "longhorn")
 RATES = (1e-4, 4.6e-4, 2.2e-3, 1e-2)
-SCRIPT = "experiments/recall/mqar.py"
 SECONDS_PER_FLOP = 3e-11  # of one core, with the overheads of small models, as in results/recall_laptop.json
 
 
@@ -90,48 +87,51 @@ def cells_of(preset, extra=()):
         at = {"mixer": mixer, "T": T, "n_embd": width, "learning_rate": config.learning_rate, "seed": seed,
               "pairs": config.pairs, "steps": config.max_iters, "flops": flops[point] * config.max_iters}
         name = f"{mixer}_T{T}_d{width}_lr{rate:g}_seed{seed}"
-        cells.append(Cell(name, ["cell", *argv], at, SECONDS_PER_FLOP * at["flops"]))
+        cells.append(Cell(name, argv, at, SECONDS_PER_FLOP * at["flops"]))
     return cells
-
-
-def print_plan(cells, jobs, where):
-    """The plan as a table, a line per T, width and mixer; then the total."""
-    print(f"{'T':>4}{'pairs':>7}{'width':>7}  {'mixer':15}{'runs':>5}{'steps':>8}{'FLOPs each':>12}")
-    lines = Counter(tuple(c.at[key] for key in ("T", "pairs", "n_embd", "mixer", "steps", "flops")) for c in cells)
-    for (T, pairs, width, mixer, steps, flops), runs in lines.items():
-        print(f"{T:>4}{pairs:>7}{width:>7}  {mixer:15}{runs:>5}{steps:>8,}{flops:>12.2g}")
-    flops = sum(c.at["flops"] for c in cells)
-    time = f"; about {hours(SECONDS_PER_FLOP * flops / (jobs or 1))} at most, as results/recall_laptop.json had it"
-    print(f"{len(cells)} runs, at most {flops:.2g} FLOPs, on {where}, {jobs or 'all'} at a time; a run stops where it "
-          f"answers enough of the test right{time * ('CPU' in where)}")
 
 
 # -------------------------------------------------------------------------------------------------------- command line
 
-def parser():
-    top = argparse.ArgumentParser(prog="mqar.py", description=__doc__,
-                                  formatter_class=argparse.RawDescriptionHelpFormatter)
-    exact = {"allow_abbrev": False}  # --seed is a run's, not short for --seeds
-    commands = top.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="plan the runs and run what has no final record yet",
-                              epilog="any other --key=value goes to every run: see cell --help", **exact)
-    run.add_argument("--preset", choices=PRESETS, default="laptop")
-    run.add_argument("--mixers", type=names, help="joined by commas (default: the preset's at each T)")
-    run.add_argument("--Ts", type=numbers(int), help="lengths; one that the preset lacks gets the mixers of its first")
-    run.add_argument("--widths", type=numbers(int))
-    run.add_argument("--lrs", type=numbers(float), help="learning rates, of which the best counts")
-    run.add_argument("--seeds", type=numbers(int, least=0))
-    runner.add_options(run, "one per core, or four per GPU")
-    run.add_argument("--out", type=Path, help="folder of the sweep (default: out/recall_<preset>)")
-    run.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and stop")
-    show = commands.add_parser("report", help="record, table and figure, from the runs' records alone", **exact)
-    show.add_argument("folder", type=Path, nargs="?", default=REPO / "out/recall_laptop",
-                      help="of the sweep, or the .json that a report wrote (default: out/recall_laptop)")
-    show.add_argument("--out", type=Path, help="name of the .json, .md and .png (default: report, in the folder)")
-    show.add_argument("--accept_code", action="append", default=[], metavar="CODE",
-                      help="also compare runs of this version of the code")
-    commands.add_parser("cell", help="one run; cell --help lists its settings", add_help=False)
-    return top
+class RecallSweep(Experiment):
+    script = "experiments/recall/mqar.py"
+    program = "experiments/recall/cell.py"
+    name = "recall_{preset}"
+    usual = REPO / "out" / "recall_laptop"
+    at_a_time, per_gpu = "one per core, or four per GPU", 4  # small models leave most of a GPU idle
+    sets = ("model", "block_size", "n_embd", "learning_rate", "seed", "out_dir", "resume")
+    see = "--mixers, --Ts, --widths, --lrs, --seeds, --out"
+
+    def add_run_options(self, run):
+        super().add_run_options(run)
+        run.add_argument("--preset", choices=PRESETS, default="laptop")
+        run.add_argument("--mixers", type=names, help="joined by commas (default: the preset's at each T)")
+        run.add_argument("--Ts", type=numbers(int), help="lengths; one that the preset lacks gets the mixers of its "
+                         "first")
+        run.add_argument("--widths", type=numbers(int))
+        run.add_argument("--lrs", type=numbers(float), help="learning rates, of which the best counts")
+        run.add_argument("--seeds", type=numbers(int, least=0))
+
+    def plan(self):
+        return cells_of(chosen(self.args), self.extra)
+
+    def about(self):
+        return {"preset": self.args.preset}
+
+    def report(self, folder, out=None):
+        return report.write(folder, out, self.args.accept_code)
+
+    def say_plan(self, cells, jobs, where):
+        """The plan as a table, a line per T, width and mixer; then the total."""
+        print(f"{'T':>4}{'pairs':>7}{'width':>7}  {'mixer':15}{'runs':>5}{'steps':>8}{'FLOPs each':>12}")
+        lines = Counter(tuple(c.at[key] for key in ("T", "pairs", "n_embd", "mixer", "steps", "flops")) for c in cells)
+        for (T, pairs, width, mixer, steps, flops), runs in lines.items():
+            print(f"{T:>4}{pairs:>7}{width:>7}  {mixer:15}{runs:>5}{steps:>8,}{flops:>12.2g}")
+        flops = sum(c.at["flops"] for c in cells)
+        super().say_plan(cells, jobs, f"{where}, at most {flops:.2g} FLOPs")
+        if "CPU" in where:
+            print(f"about {hours(SECONDS_PER_FLOP * flops / jobs)} at most, as results/recall_laptop.json had it; a "
+                  "run stops where it answers enough of the test right")
 
 
 def chosen(args):
@@ -142,40 +142,5 @@ def chosen(args):
     return dataclasses.replace(preset, lengths={T: args.mixers or mixers for T, mixers in lengths.items()}, **changes)
 
 
-def run(args, extra):
-    from experiments import pages
-    from experiments.recall import report
-
-    folder = args.out or REPO / "out" / f"recall_{args.preset}"
-    jobs, gpus, where = runner.placement(args, per_gpu=4)  # small models leave most of a GPU idle
-    cells = cells_of(chosen(args), extra)
-    print_plan(cells, jobs, where)
-    if args.dry_run:
-        command = cells[0].command(folder, script=SCRIPT)
-        print(f"nothing was run; the first run would be: python {shlex.join(command[1:])}")
-        return 0
-    with runner.driver(args, folder, jobs, gpus=gpus) as engine:
-        runner.say_changed_code(folder)
-        runner.write_plan(folder, cells, preset=args.preset)
-        failed = runner.run_cells(cells, folder, engine, SCRIPT)
-        runner.say_written(pages.after_sweep(report.write, folder, SCRIPT))
-    return runner.say_failed(failed, cells)
-
-
-def main(argv):
-    if argv[:1] == ["cell"]:
-        from experiments.recall import cell
-        from runtime.distributed import launch
-
-        return launch("mqar.py cell", lambda _: cell.main(argv[1:]))
-    from experiments.recall import report
-
-    args, extra = parser().parse_known_args(argv)
-    write = functools.partial(report.write, accept_code=getattr(args, "accept_code", ()))
-    return runner.run_or_report("mqar.py", args, extra, run, write,
-                               ("model", "block_size", "n_embd", "learning_rate", "seed", "out_dir", "resume"),
-                               "--mixers, --Ts, --widths, --lrs, --seeds, --out")
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(RecallSweep.main(sys.argv[1:]))

@@ -9,8 +9,6 @@ Any other --key=value goes to every run. Stop it at any moment: the same command
 class token in the middle and reads no further: where the reverse scan did not run, `separate` would score as it does.
 """
 
-import argparse
-import functools
 import statistics
 import sys
 import time
@@ -20,14 +18,12 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from experiments import pages  # noqa: E402
 from experiments.records import PLACE  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
+from experiments.sweeps.experiment import Experiment  # noqa: E402
 from experiments.sweeps.runner import Cell, numbers  # noqa: E402
 from experiments.vision import report  # noqa: E402
 from experiments.vision.report import variant_of  # noqa: E402
-
-SCRIPT = "experiments/vision/sweep.py"
 
 
 def cells_of(config, seeds, extra=()):
@@ -84,43 +80,29 @@ def speed(cells, rounds=7):
 
 # -------------------------------------------------------------------------------------------------------- command line
 
-def parser():
-    top = argparse.ArgumentParser(prog="experiments/vision/sweep.py", description=__doc__,
-                                  formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = top.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="run what has no final record yet, then report", allow_abbrev=False)
-    run.add_argument("--config", choices=("digits", "cifar", "tiny"), default="digits", help="config/*_CONFIG.py")
-    run.add_argument("--seeds", type=numbers(int, least=0), default=(1, 2, 3))
-    runner.add_options(run, "one per core or GPU")
-    run.add_argument("--out", type=Path, help="folder of the sweep (default: out/vision_CONFIG)")
-    show = commands.add_parser("report", help="pages and figure again, from the records alone", allow_abbrev=False)
-    show.add_argument("folder", type=Path, nargs="?", default=REPO / "out/vision_digits",
-                      help="of the sweep, or the .json that a report wrote (default: out/vision_digits)")
-    show.add_argument("--out", type=Path, help="name of the files without endings (default: report, in the folder)")
-    show.add_argument("--accept_code", action="append", default=[], metavar="CODE",
-                      help="also compare runs of this version of the code")
-    return top
+class ImageSweep(Experiment):
+    script = "experiments/vision/sweep.py"
+    program = "experiments/vision/classify.py"
+    name = "vision_{config}"
+    usual = REPO / "out" / "vision_digits"
+    sets = ("model", "directions", "n_layer", "seed", "out_dir", "resume")
+    see = "--config, --seeds, --out"
 
+    def add_run_options(self, run):
+        super().add_run_options(run)
+        run.add_argument("--config", choices=("digits", "cifar", "tiny"), default="digits", help="config/*_CONFIG.py")
+        run.add_argument("--seeds", type=numbers(int, least=0), default=(1, 2, 3))
 
-def run(args, extra):
-    folder = args.out or REPO / "out" / f"vision_{args.config}"
-    cells = cells_of(args.config, args.seeds, extra)
-    jobs, gpus, _ = runner.placement(args)
-    with runner.driver(args, folder, jobs, gpus=gpus) as engine:
-        runner.say_changed_code(folder)
-        runner.write_plan(folder, cells)
-        failed = runner.run_cells(cells, folder, engine, "experiments/vision/classify.py")
-        runner.write_plan(folder, cells, speed=speed(cells))
-        runner.say_written(pages.after_sweep(report.write, folder, SCRIPT))
-    return runner.say_failed(failed, cells)
+    def plan(self):
+        return cells_of(self.args.config, self.args.seeds, self.extra)
 
+    def finish(self):
+        runner.write_plan(self.folder, self.cells, speed=speed(self.cells))
+        super().finish()
 
-def main(argv):
-    args, extra = parser().parse_known_args(argv)
-    fixed = ("model", "directions", "n_layer", "seed", "out_dir", "resume")
-    write = functools.partial(report.write, accept_code=getattr(args, "accept_code", ()))
-    return runner.run_or_report("sweep.py", args, extra, run, write, fixed, "--config, --seeds, --out")
+    def report(self, folder, out=None):
+        return report.write(folder, out, self.args.accept_code)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(ImageSweep.main(sys.argv[1:]))
