@@ -30,6 +30,7 @@ from typing import Literal
 import configurator
 import sample
 from common.errors import ConfigError
+from configurator import Count, Minutes, Whole
 from data.tokenizer import Text, canonical
 from evaluation import tasks
 from runtime import checkpoint, distributed
@@ -44,14 +45,14 @@ class EvaluateConfig:
     out_dir: str = ""  # the run's folder, with checkpoint.safetensors; or give it as the first argument
     tasks: str = "embedded"  # comma-separated harness tasks or task files; paper: Table 2's; embedded: no download
     include: str = ""  # folder with your own task files (*.yaml), which can run code: use only files that you trust
-    limit: int = 0  # documents per task, to try things out; 0: all
-    batch_tokens: int = 8192  # tokens per forward pass
-    max_length: int = 0  # context limit in tokens; 0: none, even beyond the training block
+    limit: Whole = 0  # documents per task, to try things out; 0: all
+    batch_tokens: Count = 8192  # tokens per forward pass
+    max_length: Whole = 0  # context limit in tokens; 0: none, even beyond the training block
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of matrix products; auto: bfloat16 if it is fast here
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
     tokenizer: str = ""  # if the checkpoint of an imported model does not name it: bytes, tiktoken:NAME, hf:NAME
     vocab: str = ""  # folder with a tiktoken vocabulary's files, to need no network
-    timeout_minutes: float = 60.0  # how long processes wait for each other
+    timeout_minutes: Minutes = 60.0  # how long processes wait for each other
 
 
 def tokenizer_of(meta, config):
@@ -72,9 +73,6 @@ def main(argv):
     if argv and not argv[0].startswith("-") and not argv[0].endswith(".py"):
         argv = [f"--out_dir={argv[0]}", *argv[1:]]
     config = configurator.load(EvaluateConfig, argv)
-    for name, least in (("limit", 0), ("max_length", 0), ("batch_tokens", 1)):
-        if getattr(config, name) < least:
-            raise ConfigError(f"{name} {getattr(config, name)} must be at least {least}")
     if not config.out_dir:
         raise ConfigError("give a run's folder: python evaluate.py out/longhorn_bpe")
     if config.include and not Path(config.include).is_dir():

@@ -13,18 +13,19 @@ if __name__ == "__main__":  # Ctrl-C during PyTorch's import ends the process wi
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import dataclasses
-import math
 import os
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
 import configurator
 import families  # noqa: F401
 from common import errors
+from configurator import Count, NotNegative, Range, Whole
 from data.tokenizer import Text
 from model import LM, ModelConfig, check_tokens
 from runtime import checkpoint, distributed, records
@@ -35,12 +36,13 @@ from runtime.distributed import named_device
 class SampleConfig:
     out_dir: str = "out/longhorn_bpe"  # the run's folder, with checkpoint.safetensors
     prompt: str = "\n"  # text to continue; -: read stdin; @FILE: read a file (UTF-8; any bytes for byte models)
-    max_new_tokens: int = 500  # tokens per sample
-    num_samples: int = 1  # number of samples
-    temperature: float = 0.8  # 0: always take the most likely token
-    top_k: int = 0  # sample from the k most likely tokens only; 0: all
-    top_p: float = 1.0  # sample from the most likely tokens that together have this probability
-    seed: int = 1337  # of the sampling
+    max_new_tokens: Count = 500  # tokens per sample
+    num_samples: Count = 1  # number of samples
+    temperature: NotNegative = 0.8  # 0: always take the most likely token
+    top_k: Whole = 0  # sample from the k most likely tokens only; 0: all
+    top_p: Annotated[float, Range(above=0, most=1)] = 1.0  # sample from the most likely tokens that together have this
+    # probability
+    seed: Whole = 1337  # of the sampling
     vocab: str = ""  # folder with a tiktoken vocabulary's files (GPT-2: vocab.bpe, encoder.json), to need no network
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
 
@@ -151,10 +153,6 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
 
 def main(argv):
     config = configurator.load(SampleConfig, argv)
-    for key, low, high in (("max_new_tokens", 1, 10**9), ("num_samples", 1, 10**6), ("temperature", 0, math.inf),
-                           ("top_k", 0, math.inf), ("top_p", 1e-9, 1), ("seed", 0, 2**63 - 1)):
-        if not low <= getattr(config, key) <= high:
-            raise errors.ConfigError(f"{key} {getattr(config, key)} must be in {low} .. {high}")
     device = named_device(config.device)
     lm, meta = load_model(config.out_dir, device)
     text = Text(meta["tokenizer"], meta["table"], config.vocab or None)

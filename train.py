@@ -27,7 +27,7 @@ import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ import torch
 import configurator
 import families  # noqa: F401
 from common.errors import ConfigError, env_int, is_out_of_memory
+from configurator import Count, Minutes, NotNegative, Positive, Range, Seed, Whole
 from data.loader import TokenData
 from data.mixture import MixtureData, parse_mixture
 from data.prepared import Tokens, find_dataset
@@ -57,37 +58,38 @@ class TrainConfig(ModelConfig):
     resume: Literal["never", "auto", "must"] = "never"  # from the checkpoint in out_dir; auto: if any; must: or stop
     branch: str = ""  # RUN@STEP: start from that run's state after STEP, with another max_iters; see keep_steps
     init_from: str = ""  # a run's folder or a checkpoint: start from its weights only (fine-tuning)
-    seed: int = 1337  # of the initial weights and the data order
+    seed: Seed = 1337  # of the initial weights and the data order
     self_check: Literal["on", "off", "only"] = "on"  # compare kernels to loops, states to sequences; only: then stop
     # --- data
     dataset: str = "pystdlib"  # a prepared folder in data/, or a path; a mixture: a:0.8,b:0.2
-    vocab_size: int = 0  # 0: the dataset's, rounded up to a multiple of 64
-    batch_tokens: int = 524288  # tokens per optimiser step, over all processes and micro-batches
-    micro_batch_size: int = 8  # sequences per micro-batch on each process: as many as fit in memory
+    block_size: Count = 1024  # context length in training, in tokens
+    vocab_size: Whole = 0  # 0: the dataset's, rounded up to a multiple of 64
+    batch_tokens: Count = 524288  # tokens per optimiser step, over all processes and micro-batches
+    micro_batch_size: Count = 8  # sequences per micro-batch on each process: as many as fit in memory
     auto_micro_batch: bool = False  # at the start, halve micro_batch_size until it fits in memory on every process
     # --- optimiser
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the layers' matrices, AdamW for the rest
-    max_iters: int = 4800  # optimiser steps
-    learning_rate: float = 6e-4  # peak learning rate
-    min_lr: float = -1.0  # learning rate at the last step (not with schedule=constant); -1: a tenth of the peak
+    max_iters: Count = 4800  # optimiser steps
+    learning_rate: Positive = 6e-4  # peak learning rate
+    min_lr: NotNegative = -1.0  # learning rate at the last step (not with schedule=constant); -1: a tenth of the peak
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # after the warmup; wsd: constant, then 1 - sqrt decay
-    warmup_iters: int = -1  # steps of linear warmup; -1: 5% of max_iters
-    decay_iters: int = -1  # steps of wsd's decay; -1: 20% of max_iters
-    weight_decay: float = 0.1  # on the matrices of linear maps and the embedding only
-    beta1: float = 0.9  # AdamW
-    beta2: float = 0.95  # AdamW
-    grad_clip: float = 1.0  # maximum gradient norm; 0: no clipping
-    max_bad_steps: int = 10  # stop after this many consecutive steps with a non-finite loss or gradient
+    warmup_iters: Whole = -1  # steps of linear warmup; -1: 5% of max_iters
+    decay_iters: Whole = -1  # steps of wsd's decay; -1: 20% of max_iters
+    weight_decay: NotNegative = 0.1  # on the matrices of linear maps and the embedding only
+    beta1: Annotated[float, Range(0, below=1)] = 0.9  # AdamW
+    beta2: Annotated[float, Range(0, below=1)] = 0.95  # AdamW
+    grad_clip: NotNegative = 1.0  # maximum gradient norm; 0: no clipping
+    max_bad_steps: Count = 10  # stop after this many consecutive steps with a non-finite loss or gradient
     # --- evaluation and records
-    eval_interval: int = 250  # steps between evaluations; 0: only at the end
-    eval_tokens: int = 0  # validation tokens per evaluation (best_val_loss uses these); 0: all
-    final_eval_tokens: int = 0  # validation tokens for the final evaluation, reported in result.json; 0: all
-    eval_block_size: int = 0  # tokens per validation window; 0: block_size
-    eval_tasks_interval: int = 0  # steps between evaluations on tasks (as in evaluate.py); 0: none
+    eval_interval: Whole = 250  # steps between evaluations; 0: only at the end
+    eval_tokens: Whole = 0  # validation tokens per evaluation (best_val_loss uses these); 0: all
+    final_eval_tokens: Whole = 0  # validation tokens for the final evaluation, reported in result.json; 0: all
+    eval_block_size: Whole = 0  # tokens per validation window; 0: block_size
+    eval_tasks_interval: Whole = 0  # steps between evaluations on tasks (as in evaluate.py); 0: none
     eval_tasks: str = "embedded"  # the tasks, see evaluate.py --help
-    log_interval: int = 10  # steps between log lines
-    checkpoint_interval: int = 0  # steps between checkpoints; 0: after each evaluation and at the end
-    keep_checkpoints: int = 2  # how many of the latest checkpoints to keep, besides the best
+    log_interval: Count = 10  # steps between log lines
+    checkpoint_interval: Whole = 0  # steps between checkpoints; 0: after each evaluation and at the end
+    keep_checkpoints: Count = 2  # how many of the latest checkpoints to keep, besides the best
     keep_steps: str = ""  # comma-separated steps whose checkpoints are kept, for --branch
     wandb: Literal["off", "online", "offline"] = "off"  # also log to Weights & Biases
     wandb_project: str = "longhorn"  # project in Weights & Biases
@@ -97,7 +99,7 @@ class TrainConfig(ModelConfig):
     compile: bool = False  # torch.compile: slower to start, faster per step
     parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"  # replicas, shards, or shards within each machine
     recompute: Literal["none", "block", "every_other"] = "none"  # layers whose activations are recomputed in backward
-    timeout_minutes: float = 10.0  # how long processes wait for each other before giving up
+    timeout_minutes: Minutes = 10.0  # how long processes wait for each other before giving up
 
     RENAMED = {"batch_size": "micro_batch_size", "scan_backend": "backend", "kernel": "backend"}  # old key -> new key
     PROGRAMS = {"images": "experiments/vision/classify.py"}  # a config file's `task` -> the program that reads it
@@ -205,14 +207,8 @@ def decay_steps(config):
 
 # -------------------------------------------------------------------------------------------------------------- set-up
 
-POSITIVE = {"block_size", "batch_tokens", "micro_batch_size", "max_iters", "log_interval", "max_bad_steps",
-            "keep_checkpoints"}
-NOT_NEGATIVE = {"eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size", "eval_tasks_interval",
-                "checkpoint_interval", "grad_clip", "weight_decay", "vocab_size", "seed"}
-HAVE_A_DEFAULT = {"warmup_iters", "decay_iters", "min_lr"}  # at -1
 TEXT_ONLY = {"pattern", "batch_tokens", "documents", "end_of_text", "eval_tokens", "final_eval_tokens",
              "eval_block_size", "eval_tasks", "eval_tasks_interval"}
-LARGEST = 2**48
 
 
 def check_not_set(config, names, words):
@@ -223,17 +219,8 @@ def check_not_set(config, names, words):
 
 
 def check(config):
-    """Raises ConfigError for settings that cannot work with any data or machine."""
-    for name, value in dataclasses.asdict(config).items():
-        if isinstance(value, (int, float)):
-            check_number(name, value)
+    """Raises ConfigError for settings that cannot work together, with any data or machine."""
     check_schedule(config)
-    if config.seed >= 2**32:
-        raise ConfigError(f"seed {config.seed} must be below {2**32:,}")
-    if not (0 <= config.beta1 < 1 and 0 <= config.beta2 < 1):
-        raise ConfigError(f"beta1 {config.beta1} and beta2 {config.beta2} must be in [0, 1)")
-    if not 0 < config.timeout_minutes <= 1e6:
-        raise ConfigError(f"timeout_minutes {config.timeout_minutes} must be above 0, and at most a million")
     for step in config.keep_steps.split(","):
         if step and not step.isdecimal():
             raise ConfigError(f"keep_steps {config.keep_steps}: expected comma-separated step numbers")
@@ -245,24 +232,8 @@ def check(config):
                           "--resume=auto")
 
 
-def check_number(name, value):
-    if value != value or abs(value) > LARGEST:  # nan, or too large
-        shown = value
-        if isinstance(value, int) and abs(value) >= 10**20:
-            shown = f"of {value.bit_length()} bits"
-        raise ConfigError(f"{name} {shown} is out of range: at most {LARGEST:,}")
-    if name in POSITIVE and value < 1:
-        raise ConfigError(f"{name} {value} must be at least 1")
-    if name in NOT_NEGATIVE and value < 0:
-        raise ConfigError(f"{name} {value} must be 0 or more")
-    if name in HAVE_A_DEFAULT and value < 0 and value != -1:
-        raise ConfigError(f"{name} {value} must be 0 or more, or -1 for its default")
-
-
 def check_schedule(config):
     warmup, decay = warmup_steps(config), decay_steps(config)
-    if config.learning_rate <= 0:
-        raise ConfigError(f"learning_rate {config.learning_rate} must be above 0")
     if config.min_lr > config.learning_rate:
         raise ConfigError(f"min_lr {config.min_lr} is above learning_rate {config.learning_rate}")
     if warmup >= config.max_iters > 1:

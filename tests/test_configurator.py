@@ -1,12 +1,18 @@
-"""Every key, type and mistake of configurator.py. `pytest tests/test_configurator.py`"""
+"""Every key, type and mistake of configurator.py, and the limits of every program's settings.
+
+    python -m pytest tests/test_configurator.py
+"""
+
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import helpers
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -61,7 +67,7 @@ def file(tmp_path, monkeypatch):
     ("--n_layer=5_000", "n_layer", 5000), ("--n_layer=1e6", "n_layer", 10**6), ("--n_layer=2.0", "n_layer", 2),
     ("--dropout=0", "dropout", 0.0), ("--dropout=1e-3", "dropout", 1e-3), ("--dropout=-.5", "dropout", -0.5),
     ("--compile", "compile", True), ("--compile=No", "compile", False), ("--compile=1", "compile", True),
-    ("--compile=0", "compile", False), ("--compile=yes", "compile", True), ("--n_layer=9e15", "n_layer", 9 * 10**15),
+    ("--compile=0", "compile", False), ("--compile=yes", "compile", True), ("--n_layer=9e12", "n_layer", 9 * 10**12),
     ("--out_dir=a=b", "out_dir", "a=b"), ("--out_dir=", "out_dir", ""), ("--out_dir=none", "out_dir", "none"),
     ("--out_dir=__import__('os')", "out_dir", "__import__('os')"), ("--out_dir=x.py", "out_dir", "x.py"),
     ("--name=3", "name", "3"), ("--model=llama", "model", "llama"), ("--act=relu", "act", "relu")])
@@ -163,6 +169,46 @@ def test_help_names_every_key_with_type_value_and_meaning(file, capsys, monkeypa
     assert {f"--{f.name}" for f in dataclasses.fields(Config)} <= set(lines)
 
 
+# A command, and words of the one line that answers it.
+REFUSED = """
+train.py --micro_batch_size=0                    micro_batch_size 0 must be at least 1
+train.py --block_size=0                          block_size 0 must be at least 1
+train.py --eval_interval=-1                      eval_interval -1 must be at least 0
+train.py --seed=4294967296                       seed 4294967296 must be at most 4,294,967,295
+train.py --timeout_minutes=0                     timeout_minutes 0.0 must be above 0
+train.py --timeout_minutes=1e7                   timeout_minutes 10000000.0 must be at most 1,000,000
+train.py --learning_rate=0                       learning_rate 0.0 must be above 0
+train.py --learning_rate=nan                     learning_rate=nan: expected a finite number
+train.py --min_lr=-0.5                           min_lr -0.5 must be at least 0, or -1.0, its default
+train.py --warmup_iters=-2                       warmup_iters -2 must be at least 0, or -1, its default
+train.py --beta1=1                               beta1 1.0 must be below 1
+train.py --beta2=-0.1                            beta2 -0.1 must be at least 0
+train.py --n_embd=1e15                           n_embd 1000000000000000 must be at most 281,474,976,710,656
+train.py --grad_clip=-1                          grad_clip -1.0 must be at least 0
+sample.py --temperature=-1                       temperature -1.0 must be at least 0
+sample.py --top_p=0                              top_p 0.0 must be above 0
+sample.py --top_p=1.5                            top_p 1.5 must be at most 1
+sample.py --max_new_tokens=0                     max_new_tokens 0 must be at least 1
+evaluate.py --limit=-1                           limit -1 must be at least 0
+evaluate.py --batch_tokens=0                     batch_tokens 0 must be at least 1
+export.py --dtype=float8                         expected one of float32, bfloat16, float16: did you mean
+experiments/recall/cell.py --epochs=0            epochs 0 must be at least 1
+experiments/recall/cell.py --max_iters=-1        max_iters -1 must be at least 0
+experiments/vision/classify.py --drop_path=1     drop_path 1.0 must be at most 0.99
+experiments/vision/classify.py --eval_crop=0     eval_crop 0.0 must be at least 0.01
+experiments/vision/classify.py --repeats=0       repeats 0 must be at least 1
+"""
+
+
+@pytest.mark.parametrize("line", REFUSED.strip().splitlines(), ids=lambda line: line.partition("  ")[0])
+def test_what_a_program_cannot_take_gets_one_line(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command, words = re.split("  +", line)
+    program, *argv = command.split()
+    helpers.refused(helpers.run(argv, program=program), words)
+    assert not os.listdir(tmp_path)
+
+
 def python(code, errors="", **how):
     """(exit code, what went to standard error) of a process that does this inside main_error."""
     code = f"import sys\nfrom common import errors\nwith errors.main_error('p'{errors}): {code}"
@@ -233,7 +279,7 @@ def test_any_argv_gives_a_config_or_one_line(argv):
 
 
 @settings(deadline=None)
-@given(st.integers(1, 10**30), st.floats(allow_nan=False, allow_infinity=False), st.booleans(),
+@given(st.integers(1, 2**48), st.floats(-2**48, 2**48), st.booleans(),
        st.text(st.characters(codec="utf-8", exclude_characters="\0")))
 def test_what_is_written_is_what_is_read(n, x, b, s):
     config = load(Config, [f"--n_layer={n}", f"--dropout={x!r}", f"--compile={b}", f"--out_dir={s}"])

@@ -17,7 +17,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import configurator  # noqa: E402
 import train  # noqa: E402
 from common.errors import ConfigError, is_out_of_memory  # noqa: E402
+from configurator import Count, NotNegative, Positive, Range, Seed, Whole  # noqa: E402
 from experiments.recall.models import Recall  # noqa: E402
 from experiments.recall.task import Task, generate, overlap  # noqa: E402
 from inspection.counting import state_size  # noqa: E402
@@ -39,30 +40,30 @@ class RecallConfig(train.TrainConfig):
     model: str = "longhorn"  # mixer of the layers: a key of MIXERS in experiments/recall/models.py
     n_layer: int = 2  # layers, one residual branch each
     n_head: int = 0  # heads (mixers with heads); 0: n_embd / 64, at least 1
-    n_embd: int = 64  # width of the residual stream
-    block_size: int = 64  # T, tokens per example
-    vocab_size: int = 8192  # half keys, half values
+    n_embd: Count = 64  # width of the residual stream
+    block_size: Count = 64  # T, tokens per example
+    vocab_size: Whole = 8192  # half keys, half values
     # --- task
     pairs: int = 0  # key-value pairs per example, each queried once; 0: the benchmark's number for T
     power_a: float = 0.01  # a of p(i) ~ i^(a-1), the distribution of query positions
-    train_examples: int = 100_000  # generated once, seen in every epoch
-    test_examples: int = 3000  # per evaluation
+    train_examples: Count = 100_000  # generated once, seen in every epoch
+    test_examples: Count = 3000  # per evaluation
     dataset: str = "recall"  # not used: examples are generated
-    seed: int = 1  # of the weights, the examples, their order and the dropout
+    seed: Seed = 1  # of the weights, the examples, their order and the dropout
     # --- training
-    batch_examples: int = 0  # per optimiser step; 0: the benchmark's, 512 up to T = 128, then 65536 / T
-    batch_tokens: int = 0  # not set: batch_examples times T
-    micro_batch_size: int = 512  # examples per micro-batch on each process
-    epochs: int = 64  # length of the cosine
-    max_iters: int = 0  # optimiser steps; 0: all epochs
+    batch_examples: Whole = 0  # per optimiser step; 0: the benchmark's, 512 up to T = 128, then 65536 / T
+    batch_tokens: Whole = 0  # not set: batch_examples times T
+    micro_batch_size: Count = 512  # examples per micro-batch on each process
+    epochs: Count = 64  # length of the cosine
+    max_iters: Whole = 0  # optimiser steps; 0: all epochs
     stop_at: float = 0.99  # stop at this accuracy; above 1: never
-    learning_rate: float = 1e-2  # in the first epoch
+    learning_rate: Positive = 1e-2  # in the first epoch
     schedule: Literal["epochs", "cosine", "wsd", "constant"] = "epochs"  # epochs: a cosine stepped once per epoch
-    warmup_iters: int = 0  # steps of linear warmup, not with schedule=epochs
-    beta2: float = 0.999  # AdamW
-    grad_clip: float = 0.0  # maximum gradient norm; 0: no clipping
-    eval_interval: int = 0  # steps between evaluations; 0: one epoch
-    log_interval: int = 20  # steps between log lines
+    warmup_iters: Whole = 0  # steps of linear warmup, not with schedule=epochs
+    beta2: Annotated[float, Range(0, below=1)] = 0.999  # AdamW
+    grad_clip: NotNegative = 0.0  # maximum gradient norm; 0: no clipping
+    eval_interval: Whole = 0  # steps between evaluations; 0: one epoch
+    log_interval: Count = 20  # steps between log lines
 
     RENAMED = {**train.TrainConfig.RENAMED, "mixer": "model", "T": "block_size", "batch_size": "batch_examples"}
 
@@ -86,10 +87,6 @@ class RecallConfig(train.TrainConfig):
 def load(argv):
     """The RecallConfig of a command line, with zeros replaced by the benchmark's values. Raises ConfigError."""
     config = configurator.load(RecallConfig, argv, prog="cell.py")
-    least = {"n_embd": 1, "train_examples": 1, "test_examples": 1, "epochs": 1, "batch_examples": 0, "max_iters": 0}
-    for name, value in least.items():
-        if getattr(config, name) < value:
-            raise ConfigError(f"{name} {getattr(config, name)} must be at least {value}")
     train.check_not_set(config, train.TEXT_ONLY, "is not for recall: leave it out; choose a model of MIXERS and "
                         "batch_examples, and evaluations read all test examples")
     config.pairs = config.task().pairs

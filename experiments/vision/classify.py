@@ -19,7 +19,7 @@ A block is one residual branch with RMSNorm in float32; a ViT has LayerNorm, att
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import configurator  # noqa: E402
 import train  # noqa: E402
 from common.errors import ConfigError  # noqa: E402
+from configurator import Count, Probability, Range, Whole  # noqa: E402
 from data.images import ImageData  # noqa: E402
 from initialisation import constant, dense, draw, linear, normal, parameter, to_residual  # noqa: E402
 from inspection import counting  # noqa: E402
@@ -51,32 +52,34 @@ class VisionConfig(train.TrainConfig):
     n_layer: int = 24  # layers: one residual branch each, two for vit
     n_head: int = 3  # heads (vit)
     n_embd: int = 192  # width of the residual stream
-    image_size: int = 224  # images are scaled to this many pixels on each side
-    patch_size: int = 16  # pixels on each side of a patch
+    image_size: Count = 224  # images are scaled to this many pixels on each side
+    patch_size: Count = 16  # pixels on each side of a patch
     channels: int = 3  # 3: colour, 1: grey
-    block_size: int = 0  # not set: the patches and the class token
-    vocab_size: int = 0  # not set: the number of classes
-    drop_path: float = 0.0  # probability of skipping the last branch, per image; proportionally less in earlier ones
+    block_size: Whole = 0  # not set: the patches and the class token
+    vocab_size: Whole = 0  # not set: the number of classes
+    drop_path: Annotated[float, Range(0, 0.99)] = 0.0  # probability of skipping the last branch, per image;
+    # proportionally less in earlier ones
     # --- data
     dataset: str = "digits"  # digits, a folder with train/CLASS/ and val/CLASS/, or hf:NAME
-    workers: int = 1  # threads that read images, per process
-    batch_images: int = 1024  # images per optimiser step, over all processes and micro-batches
-    batch_tokens: int = 0  # not set: batch_images times the tokens per image
-    micro_batch_size: int = 128  # images per micro-batch on each process
-    epochs: int = 300  # passes over the training images
-    max_iters: int = 0  # optimiser steps; 0: all epochs
+    workers: Count = 1  # threads that read images, per process
+    batch_images: Count = 1024  # images per optimiser step, over all processes and micro-batches
+    batch_tokens: Whole = 0  # not set: batch_images times the tokens per image
+    micro_batch_size: Count = 128  # images per micro-batch on each process
+    epochs: Count = 300  # passes over the training images
+    max_iters: Whole = 0  # optimiser steps; 0: all epochs
     # --- augmentation
-    min_crop: float = 1.0  # smallest share of an image's area that a random crop keeps; 1: no cropping
+    min_crop: Annotated[float, Range(0.01, 1)] = 1.0  # smallest share of an image's area that a random crop
+    # keeps; 1: no cropping
     mirror: bool = False  # mirror images with probability 1/2
-    rand_augment: int = 0  # magnitude of RandAugment's two operations, 1 to 9 of 10; 0: none
-    mixup: float = 0.0  # probability of blending a micro-batch's images
-    cutmix: float = 0.0  # probability of pasting them into each other
-    erasing: float = 0.0  # probability of erasing a rectangle, per image
-    repeats: int = 1  # crops of an image in a batch
-    smoothing: float = 0.0  # label smoothing
-    eval_crop: float = 1.0  # share of the shorter side that validation sees
+    rand_augment: Annotated[int, Range(0, 9)] = 0  # magnitude of RandAugment's two operations, 1 to 9 of 10; 0: none
+    mixup: Probability = 0.0  # probability of blending a micro-batch's images
+    cutmix: Probability = 0.0  # probability of pasting them into each other
+    erasing: Probability = 0.0  # probability of erasing a rectangle, per image
+    repeats: Count = 1  # crops of an image in a batch
+    smoothing: Annotated[float, Range(0, 0.99)] = 0.0  # label smoothing
+    eval_crop: Annotated[float, Range(0.01, 1)] = 1.0  # share of the shorter side that validation sees
     # --- optimiser
-    ema: float = 0.0  # decay per step of an average of the weights, which is also evaluated; 0: none
+    ema: Probability = 0.0  # decay per step of an average of the weights, which is also evaluated; 0: none
 
     PROGRAMS = {}  # this is the program for task = "images"
 
@@ -328,15 +331,7 @@ class Evaluate:
 # -------------------------------------------------------------------------------------------------------------- set-up
 
 def check(config):
-    """Raises ConfigError for settings that cannot work with any data."""
-    for name in ("batch_images", "epochs", "repeats", "workers", "image_size", "patch_size"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"{name} {getattr(config, name)} must be at least 1")
-    ranges = {"drop_path": (0, 0.99), "mixup": (0, 1), "cutmix": (0, 1), "erasing": (0, 1), "ema": (0, 1),
-              "smoothing": (0, 0.99), "rand_augment": (0, 9), "min_crop": (0.01, 1), "eval_crop": (0.01, 1)}
-    for name, (low, high) in ranges.items():
-        if not low <= getattr(config, name) <= high:
-            raise ConfigError(f"{name} {getattr(config, name)} must be in {low} .. {high}")
+    """Raises ConfigError for settings that cannot work together, with any data."""
     if config.channels not in (1, 3):
         raise ConfigError(f"channels {config.channels} must be 1 (grey) or 3 (colours)")
     if config.mixup + config.cutmix > 1:
