@@ -4,6 +4,7 @@
     python experiments/sweep.py duel longhorn longhorn,llama             a pattern of layers is a family too
     python experiments/sweep.py laptop                    the paper's six families, 1 to 2 hours on two cores
     python experiments/sweep.py night                     nine families, three sizes, three budgets: a night
+    python experiments/sweep.py law                       seven families, five sizes, six budgets: days on two cores
     python experiments/sweep.py paper --dry-run           the paper's 24 cells, with their torchrun lines
     python experiments/sweep.py report out/duel_longhorn_mamba           from the records alone
 
@@ -20,12 +21,13 @@ goes to every run (`--wandb=offline`, `--dtype=float32`).
 import argparse
 import dataclasses
 import json
+import math
 import os
 import re
 import shlex
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
@@ -57,26 +59,51 @@ class Size:
     steps: int = None  # the budget of every reported seed; None: the config's own schedule
     others: tuple = ()  # further budgets: the curve that multipliers are read off. Longer ones: of the first two seeds
     seeds: int = 1  # reported
-    search: int = 0  # seeds of the search for a rate, at half the budget; 0: the rate of the size before
+    search: int = 0  # seeds of the search for a rate; 0: it follows from the sizes before, see rate_by_width
+    rates: int = 4  # that a search begins with
+    search_steps: int = None  # the budget of a search; None: half of `steps`
+    times: float = 1.0  # its rate, in units of the one that follows from the sizes before
+    mlp: dict = field(default_factory=dict)  # {family: mlp_multiple}, where rounding makes a family larger or smaller
     config: str = "laptop"
 
 
 @dataclass(frozen=True)
 class Preset:
-    sizes: dict  # label: Size, the smallest first
+    sizes: dict  # label: Size; those with a search before those whose rate follows from it
     models: tuple = FAMILIES
     warmup: int = 0  # steps of every run, 5% of half the budget: runs that differ in it could not be branches
     rate_times_width: float = 0.36  # in the middle of the rates that the first size tries
-    rates: int = 4  # how many
     jobs_per_gpu: int = 1
     args: tuple = ()  # for every run
+    families: dict = field(default_factory=dict)  # {family: fields of all its sizes that are other than in `sizes`}
+    one_by_one: bool = False  # a family and size after the other, and no cosine; else the first seed of everything
+    folder: str = ""  # in out/, unless --out is given; "": scaling_<name>
+
+    def size(self, model, label):
+        """The Size of a family."""
+        return replace(self.sizes[label], **self.families.get(stem(model), {}))
 
 
-S, M, L = (("--n_layer=2", "--n_head=1", "--n_embd=64"), ("--n_layer=2", "--n_head=2", "--n_embd=128"),
-           ("--n_layer=3", "--n_head=3", "--n_embd=192"))
+S = ("--n_layer=2", "--n_head=1", "--n_embd=64")
+M = ("--n_layer=2", "--n_head=2", "--n_embd=128")
+L = ("--n_layer=3", "--n_head=3", "--n_embd=192")
+XL = ("--n_layer=4", "--n_head=4", "--n_embd=256")
 # Evaluated once, at its end, on windows as long as those of training; a checkpoint each half minute.
 LAPTOP = ("--eval_block_size=0", "--eval_interval=0", "--eval_tokens=131072", "--final_eval_tokens=131072",
           "--log_interval=32", "--checkpoint_interval=256", "--keep_checkpoints=1")
+# All held-out text. Products in float32: without instructions for bfloat16 they are five times as fast (Zen 3).
+LAW_ARGS = (*LAPTOP, "--eval_tokens=0", "--final_eval_tokens=0", "--dtype=float32")
+LAW_STEPS, LAW_OTHERS = 16384, (512, 1024, 2048, 4096, 8192)  # 1,024 are 1 MB
+LAW = {
+    "130K": Size(S, LAW_STEPS, LAW_OTHERS, seeds=2, search=2, search_steps=2048,
+                 mlp={"llama": 212, "gla": 204, "rwkv": 248, "gated_deltanet": 208}),
+    "460K": Size(M, LAW_STEPS, LAW_OTHERS, seeds=2, search=2, search_steps=2048),
+    "1.5M": Size(L, LAW_STEPS, LAW_OTHERS, seeds=2, search=1, search_steps=1024, rates=3),
+    "60K": Size(("--n_layer=2", "--n_head=1", "--n_embd=40"), LAW_STEPS, LAW_OTHERS, seeds=2,
+                mlp={"llama": 144, "gla": 136, "rwkv": 176, "gated_deltanet": 140}),
+    "250K": Size(("--n_layer=2", "--n_head=1", "--n_embd=96"), LAW_STEPS, LAW_OTHERS, seeds=2,
+                 mlp={"llama": 304, "gla": 296, "rwkv": 352, "gated_deltanet": 300}),
+}
 PRESETS = {
     "duel": Preset(warmup=26, args=(*LAPTOP, "--eval_tokens=262144", "--final_eval_tokens=262144"), sizes={
         "460K": Size(M, 1024, (256, 512), seeds=16, search=4),
@@ -85,10 +112,29 @@ PRESETS = {
         "460K": Size(M, 1024, (256, 512), seeds=5, search=2), "1.5M": Size(L, 1024, (256, 512), seeds=3)}),
     "night": Preset(models=(*FAMILIES, "rwkv4", "deltanet", "longhorn_exact"), warmup=51, args=LAPTOP, sizes={
         "130K": Size(S, 2048, (1024, 4096), seeds=4, search=2), "460K": Size(M, 2048, (1024, 4096), seeds=4, search=2),
-        "3.5M": Size(("--n_layer=4", "--n_head=4", "--n_embd=256"), 2048, (1024, 4096), seeds=3)}),
+        "3.5M": Size(XL, 2048, (1024, 4096), seeds=3)}),
+    # Ratios need the best families' shorter budgets; those two differ more from seed to seed.
+    "law": Preset(models=("longhorn", "mamba", "llama", "gla", "rwkv", "retnet", "gated_deltanet"), warmup=51,
+                  args=LAW_ARGS, sizes=LAW, one_by_one=True, families={
+                      "longhorn": {"others": (256, *LAW_OTHERS)}, "mamba": {"others": (256, *LAW_OTHERS)},
+                      "gla": {"seeds": 4}, "retnet": {"seeds": 4}}),
+    # To be run after its losses were predicted: the first seed's runs to 28 MB, and a larger size.
+    "law_predicted": Preset(models=("longhorn", "mamba", "llama"), warmup=51, args=LAW_ARGS, one_by_one=True,
+                            folder="scaling_law", sizes={
+                                "130K": replace(LAW["130K"], steps=28672, others=(), seeds=1),
+                                "460K": replace(LAW["460K"], steps=28672, others=(), seeds=1),
+                                "1.5M": replace(LAW["1.5M"], seeds=0),
+                                "3.5M": Size(XL, 28672, (16384,))}),
+    # Two controls: at half the rate; and with four times the tokens per step.
+    "law_half": Preset(models=("longhorn", "llama"), warmup=51, args=LAW_ARGS, one_by_one=True, folder="scaling_law",
+                       sizes={"460K": replace(LAW["460K"], seeds=0),
+                              "460K rate/2": Size(M, LAW_STEPS, LAW_OTHERS, times=0.5)}),
+    "law_4096": Preset(models=("longhorn", "llama"), warmup=26, one_by_one=True,
+                       args=(*LAW_ARGS, "--batch_tokens=4096", "--micro_batch_size=16"), sizes={
+                           "460K": Size(M, 1024, (128, 256, 512), seeds=2, search=1, search_steps=1024, rates=3)}),
     # 31M tokens: each is read once where the standard library has 31 MB (data/pystdlib/prepare.py --roots for more)
-    "gpu": Preset(warmup=23, rate_times_width=0.5, rates=3, jobs_per_gpu=4, sizes={
-        "3.5M": Size(("--n_layer=4", "--n_head=4", "--n_embd=256"), 940, (235, 470), seeds=4, search=2, config="120m"),
+    "gpu": Preset(warmup=23, rate_times_width=0.5, jobs_per_gpu=4, sizes={
+        "3.5M": Size(XL, 940, (235, 470), seeds=4, search=2, rates=3, config="120m"),
         "11.5M": Size(("--n_layer=6", "--n_head=6", "--n_embd=384"), 940, (235, 470), seeds=2, config="120m")}, args=(
             "--dataset=pystdlib", "--vocab_size=0", "--mlp_multiple=64", "--batch_tokens=32768",
             "--micro_batch_size=32", "--compile=false", "--eval_interval=0", "--eval_tokens=0", "--log_interval=20",
@@ -128,6 +174,8 @@ def base_arguments(preset, model, size):
         raise ConfigError(f"{name} does not exist: write it, as config/longhorn_laptop.py shows, or choose families of "
                           f"{', '.join(known)}")
     argv = [name, *s.argv, *preset.args]
+    if family in s.mlp:
+        argv.append(f"--mlp_multiple={s.mlp[family]}")
     if is_pattern(family):
         argv.append(f"--pattern={family}")
     argv += label_settings(model)
@@ -218,26 +266,30 @@ def seed_offset(model):
 def reported_cells(preset, rates, folder=REPO / "out"):
     """All runs that are reported, at rates {(model, size): rate}: the first seed of everything, then the second ...
 
-    The first family also gets one cosine per size, from scratch: does the schedule change the loss?
+    The first family also gets one cosine per size, from scratch: does the schedule change the loss? Of a preset that is
+    run one by one, all of a family's sizes, each with all its seeds, come before the next family.
     """
+    places = []  # (seed, size, family) by their numbers, but for the family
+    for model in preset.models:
+        for j, size in enumerate(preset.sizes):
+            if (model, size) in rates:
+                places += [(i, j, model) for i in range(preset.size(model, size).seeds)]
+    if not preset.one_by_one:
+        places.sort(key=lambda place: place[:2])
     cells = []
-    for i in range(max(s.seeds for s in preset.sizes.values())):
-        for size, s in preset.sizes.items():
-            if i >= s.seeds:
-                continue
-            for model in preset.models:
-                rate = rates.get((model, size))
-                if rate is None:
-                    continue
-                if not s.steps:
-                    cells.append(make_cell(preset, "seed", model, size))
-                    continue
-                seed = FIRST_SEED + i + seed_offset(model)
-                budgets = {s.steps}
-                budgets.update(b for b in s.others if b < s.steps or i < 2)  # a shorter one is a branch
-                cells += seed_cells(preset, model, size, rate, seed, budgets, folder)
-                if i == 0 and model == preset.models[0]:
-                    cells.append(make_cell(preset, "cosine", model, size, s.steps, rate, seed))
+    for i, j, model in places:
+        size = list(preset.sizes)[j]
+        s = preset.size(model, size)
+        if not s.steps:
+            cells.append(make_cell(preset, "seed", model, size))
+            continue
+        rate = rates[model, size]
+        seed = FIRST_SEED + i + seed_offset(model)
+        budgets = {s.steps}
+        budgets.update(b for b in s.others if b < s.steps or i < 2)  # a shorter one is a branch
+        cells += seed_cells(preset, model, size, rate, seed, budgets, folder)
+        if i == 0 and model == preset.models[0] and not preset.one_by_one:
+            cells.append(make_cell(preset, "cosine", model, size, s.steps, rate, seed))
     return cells
 
 
@@ -245,16 +297,33 @@ def three_digits(rate):
     return float(f"{rate:.3g}")
 
 
-def first_rates(preset, centre):
-    """The rates that a search begins with, a factor of 2 apart."""
-    middle = (preset.rates - 1) / 2
-    return [three_digits(centre * 2 ** (i - middle)) for i in range(preset.rates)]
+def first_rates(n, centre):
+    """The n rates that a search begins with, a factor of 2 apart."""
+    return [three_digits(centre * 2 ** (i - (n - 1) / 2)) for i in range(n)]
+
+
+def line_of_rates(found):
+    """The least-squares line of log rate on log width, with `slope`, `intercept` and `stderr` of the slope; found:
+    {width: rate} of three widths or more."""
+    from scipy.stats import linregress
+
+    return linregress(list(map(math.log, found)), list(map(math.log, found.values())))
+
+
+def rate_by_width(found, width):
+    """The rate at a width from those {width: rate} that searches found: by the line through three or more, else as
+    1 / width from the last."""
+    if len(found) < 3:
+        last, rate = list(found.items())[-1]
+        return rate * last / width
+    line = line_of_rates(found)
+    return math.exp(line.intercept + line.slope * math.log(width))
 
 
 def search_cells(preset, model, size, rates):
-    s = preset.sizes[size]
+    s = preset.size(model, size)
     seeds = [1 + i + seed_offset(model) for i in range(s.search)]
-    return [make_cell(preset, "search", model, size, max(2, s.steps // 2), rate, seed)
+    return [make_cell(preset, "search", model, size, s.search_steps or max(2, s.steps // 2), rate, seed)
             for seed in seeds for rate in rates]
 
 
@@ -282,30 +351,34 @@ def searched(preset, folder, model, size, rates):
 
 
 def find_rates(preset, folder, go, plan_only=False):
-    """{(model, size): rate}; `go(cells)` runs what a search needs. A rate at which seeds are reported already stays.
+    """({(model, size): rate}, {model: {width: rate}} of the searches); `go(cells)` runs what a search needs. A rate at
+    which seeds are reported already stays.
 
     plan_only: `go` runs nothing, and a search without a usable run has its middle rate.
     """
     plan = runner.read_plan(folder, new=True)["cells"]
     known = {(at["model"], at["size"]): at["learning_rate"] for at in plan.values() if at["stage"] == "seed"}
     rates = {}
-    product = dict.fromkeys(preset.models, preset.rate_times_width)  # of the size before, where a rate was chosen there
+    found = {model: {} for model in preset.models}  # until a search of the family finds none
     for size, s in preset.sizes.items():
-        width = {model: load(base_arguments(preset, model, size)).n_embd for model in product}
-        centre = {model: product[model] / width[model] for model in product}
+        width = {model: load(base_arguments(preset, model, size)).n_embd for model in found}
+        centre = {}
         grids = {}
-        for model in product:
+        for model, searched_rates in found.items():
+            centre[model] = preset.rate_times_width / width[model]
+            if searched_rates:
+                centre[model] = s.times * rate_by_width(searched_rates, width[model])
             if (model, size) in known:
                 rates[model, size] = known[model, size]
             elif not s.search:
                 rates[model, size] = three_digits(centre[model])
             else:
-                grids[model] = first_rates(preset, centre[model])
+                grids[model] = first_rates(s.rates, centre[model])
         while grids:
             go([c for model, grid in grids.items() for c in search_cells(preset, model, size, grid)])
             for model, grid in list(grids.items()):
                 best = searched(preset, folder, model, size, grid)
-                if best and best.beyond and len(grid) < preset.rates + EXTENSIONS:
+                if best and best.beyond and len(grid) < s.rates + EXTENSIONS:
                     grid.append(three_digits(best.beyond))
                     continue
                 del grids[model]
@@ -313,8 +386,12 @@ def find_rates(preset, folder, go, plan_only=False):
                     rates[model, size] = best.rate
                 elif plan_only:
                     rates[model, size] = three_digits(centre[model])
-        product = {model: rates[model, size] * width[model] for model in product if (model, size) in rates}
-    return rates
+        for model in list(found):
+            if (model, size) not in rates:
+                del found[model]
+            elif s.search:
+                found[model][width[model]] = rates[model, size]
+    return rates, found
 
 
 # Fitted to a sweep on one core of an AMD EPYC (Zen 4) per run, shared with other work; a quiet Zen 5 takes half.
@@ -446,15 +523,21 @@ def chosen(args, extra=()):
     first = next(iter(preset.sizes.values()))
     sizes = preset.sizes
     if given:
-        sizes = {label: dataclasses.replace(first, argv=argv) if argv else preset.sizes[label]
+        sizes = {label: replace(first, argv=argv) if argv else preset.sizes[label]
                  for label, argv in given.items()}
     changes = {"seeds": args.seeds, "steps": args.steps, "others": args.budgets, "search": args.search}
     changes = {key: value for key, value in changes.items() if value is not None}
-    sizes = {label: dataclasses.replace(size, **changes) for label, size in sizes.items()}
+    if args.steps:
+        changes["search_steps"] = None
+    sizes = {label: replace(size, **changes) for label, size in sizes.items()}
+    families = {}  # what the command line says is said of all
+    for family, fields in preset.families.items():
+        families[family] = {key: value for key, value in fields.items() if key not in changes}
     smallest = next(iter(sizes))
     if not sizes[smallest].search:  # it was another size's
-        sizes[smallest] = dataclasses.replace(sizes[smallest], search=first.search)
-    return dataclasses.replace(preset, sizes=sizes, models=models, args=(*preset.args, *map(whole_path, extra)))
+        sizes[smallest] = replace(sizes[smallest], search=first.search, search_steps=first.search_steps)
+    return replace(preset, sizes=sizes, models=models, families=families,
+                   args=(*preset.args, *map(whole_path, extra)))
 
 
 def whole_path(setting):
@@ -495,16 +578,16 @@ def run(args, extra):
     if folder is None and args.command == "duel":
         folder = REPO / "out" / f"duel_{safe_name('_'.join(args.models))}"
     elif folder is None:
-        folder = REPO / "out" / f"scaling_{args.command}"
+        folder = REPO / "out" / (preset.folder or f"scaling_{args.command}")
     nproc = args.nproc or 1
     if is_paper and not args.nproc:
         nproc = max(1, len(runner.visible_gpus()))
     jobs, gpus, where = runner.placement(args, nproc, preset.jobs_per_gpu)
     before = runner.read_plan(folder, new=True)  # one warmup per sweep, or its runs could not be compared
-    preset = dataclasses.replace(preset, warmup=before.get("warmup", preset.warmup))
+    preset = replace(preset, warmup=before.get("warmup", preset.warmup))
 
     searches = []
-    rates = find_rates(preset, folder, searches.extend, plan_only=True)
+    rates, _ = find_rates(preset, folder, searches.extend, plan_only=True)
     expected = list({c.name: c for c in (*searches, *reported_cells(preset, rates, folder))}.values())
     check_settings(expected)
     if not args.dry_run:
@@ -526,11 +609,29 @@ def run(args, extra):
             planned.extend(cells)
             failed.update(runner.run_cells(cells, folder, engine))
 
-        rates = find_rates(preset, folder, go)
-        go(reported_cells(preset, rates, folder))
+        for part in parts(preset):
+            rates, found = find_rates(part, folder, go)
+            about["slopes"] |= slopes(found)
+            go(reported_cells(part, rates, folder))
         written = after_sweep(lambda folder: write_report(folder, None, args), folder, "experiments/sweep.py")
         runner.say_written(written)
     return runner.say_failed(failed, planned)
+
+
+def parts(preset):
+    """What is searched and reported before the next begins: the whole, or each family."""
+    return [replace(preset, models=(model,)) for model in preset.models] if preset.one_by_one else [preset]
+
+
+def slopes(found):
+    """What plan.json keeps of the line by which a family's rates follow from its searches: slope, standard error, and
+    the {width: rate} that it goes through; of families with three such or more."""
+    kept = {}
+    for model, rates in found.items():
+        if len(rates) >= 3:
+            line = line_of_rates(rates)
+            kept[model] = {"slope": line.slope, "stderr": line.stderr, "rates": rates}
+    return kept
 
 
 def print_commands(cells, folder, is_paper):
@@ -561,7 +662,7 @@ def about_sweep(args, extra, preset, folder, before):
     return {"preset": args.command, "paper": is_paper and before.get("paper", True), "warmup": preset.warmup,
             "models": list(dict.fromkeys([*before.get("models", ()), *preset.models])), "sizes": known | sizes,
             "commands": list(dict.fromkeys([*before.get("commands", ()), command])),
-            "machine": where["gpu"] or where["cpu"], "cores": runner.cores()}
+            "slopes": before.get("slopes", {}), "machine": where["gpu"] or where["cpu"], "cores": runner.cores()}
 
 
 def check_data(cells):

@@ -17,6 +17,7 @@ from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from faults import STAND_IN, both_have, cell_events, drive, gated, notes, wait_until
@@ -247,7 +248,9 @@ def chosen(*argv):
 
 def every_cell(preset):
     rates = {(m, s): 2e-3 for m in preset.models for s in preset.sizes}
-    search = [c for key in rates for c in sweep.search_cells(preset, *key, sweep.first_rates(preset, 2e-3))]
+    search = []
+    for model, size in rates:
+        search += sweep.search_cells(preset, model, size, sweep.first_rates(preset.sizes[size].rates, 2e-3))
     return search + sweep.reported_cells(preset, rates)
 
 
@@ -295,11 +298,41 @@ def test_runs_of_a_preset_differ_in_nothing_else(name, search, seed, cosine, war
         assert max(counts) / min(counts) < 1.13, (size, counts)
 
 
+def test_the_law_is_a_family_and_size_after_the_other():
+    """Budgets in MB and seeds by hand; of Longhorn's each is trained once, and a fifth of the shorter ones again."""
+    preset = chosen("law")
+    cells = sweep.reported_cells(preset, {(m, s): 2e-3 for m in preset.models for s in preset.sizes})
+    groups = [(key, list(group)) for key, group in itertools.groupby(cells, lambda c: (c.at["model"], c.at["size"]))]
+    assert [key for key, _ in groups] == list(itertools.product(preset.models, ("130K", "460K", "1.5M", "60K", "250K")))
+    all_budgets = [0.5, 1, 2, 4, 8, 16]
+    for (model, _), group in groups:
+        budgets = [0.25, *all_budgets] if model in ("longhorn", "mamba") else all_budgets
+        seeds = [1001, 1002, 1003, 1004] if model in ("gla", "retnet") else [1001, 1002]
+        assert [(c.at["seed"], c.at["steps"] / 1024) for c in group] == list(itertools.product(seeds, budgets[::-1]))
+        config = sweep.load(group[0].argv)
+        assert (config.dtype, config.final_eval_tokens, config.eval_block_size) == ("float32", 0, 0)
+    trained = [c.at["steps"] - c.at["from"] for c in groups[0][1][:7]]
+    assert trained == [16384, 1638, 819, 410, 205, 102, 51]
+    sweep.estimate([group[0] for _, group in groups])
+    parameters = {key: group[0].at["parameters"] for key, group in groups}
+    for model, size in itertools.product(("llama", "gla", "rwkv", "gated_deltanet"), ("60K", "130K", "250K")):
+        assert parameters[model, size] == pytest.approx(parameters["longhorn", size], rel=0.01)
+
+
+def test_the_rate_of_a_width_is_on_the_line_through_three():
+    """By hand, in powers of two: a slope of -1/2 with an error of sqrt(1/12); of two, as 1 / width from the last."""
+    found = {2**6: 2**-8, 2**7: 2**-9, 2**8: 2**-9}
+    assert sweep.rate_by_width(found, 32) == pytest.approx(2 ** (-26 / 3 + 1))
+    kept = sweep.slopes({"gla": found, "llama": {64: 1e-3, 128: 1e-3}})
+    assert kept == {"gla": {"slope": pytest.approx(-0.5), "stderr": pytest.approx(12**-0.5), "rates": found}}
+    assert sweep.rate_by_width({64: 5e-3, 128: 3e-3}, 96) == pytest.approx(4e-3)
+
+
 def test_the_first_rates_are_a_factor_of_2_apart():
     """Around .36 / width at the smallest size, .5 / width on a GPU, rounded to three digits."""
     duel, gpu = sweep.PRESETS["duel"], sweep.PRESETS["gpu"]
-    assert sweep.first_rates(duel, duel.rate_times_width / 128) == [9.94e-4, 1.99e-3, 3.98e-3, 7.95e-3]
-    assert sweep.first_rates(gpu, gpu.rate_times_width / 256) == [9.77e-4, 1.95e-3, 3.91e-3]
+    assert sweep.first_rates(4, duel.rate_times_width / 128) == [9.94e-4, 1.99e-3, 3.98e-3, 7.95e-3]
+    assert sweep.first_rates(3, gpu.rate_times_width / 256) == [9.77e-4, 1.95e-3, 3.91e-3]
 
 
 def test_the_numbers_of_a_plan_at_budgets_that_do_not_divide(capsys):
@@ -476,6 +509,28 @@ def test_a_search_goes_beyond_its_edge_three_times_at_most(tmp_path, pretend, be
     assert sum(at["seed"] == 1 for at in planned(tmp_path, "search").values()) == tried
     rates = {(at["size"], at["learning_rate"]) for at in planned(tmp_path, "seed").values()}
     assert len(rates) == 2 and dict(rates) == pytest.approx({"460K": chose, "1.5M": chose * 128 / 192}, rel=0.02)
+
+
+def test_a_law_and_what_follows_it(tmp_path, pretend):
+    """Family by family, rates of 60K and 250K by the line; then half the rate, and the first seed continued."""
+    best = {"130K": 6e-3, "460K": 4e-3, "1.5M": 2e-3}
+    ran = pretend(lambda at: 1 + math.log(at["learning_rate"] / best.get(at["size"], 1)) ** 2)
+    run = lambda preset: sweep.main([preset, "llama", "longhorn", f"--out={tmp_path}"])
+    assert run("law") == 0
+    assert [name.split("_")[0] for name in ran] == ["llama"] * (8 + 8 + 3 + 60) + ["longhorn"] * (19 + 70)
+    rates = {at["size"]: at["learning_rate"] for at in planned(tmp_path, "seed").values() if at["model"] == "llama"}
+    slope, at_1 = np.polyfit(np.log([64, 128, 192]), np.log(list(best.values())), 1)
+    on_line = {size: math.exp(at_1) * width**slope for size, width in (("60K", 40), ("250K", 96))}
+    assert rates == pytest.approx(best | on_line, rel=3e-3)
+    assert runner.read_plan(tmp_path)["slopes"]["llama"]["slope"] == pytest.approx(slope)
+    ran.clear()
+    assert run("law_half") == 0 and len(ran) == 2 * 6 and all("460K_rate_2_" in name for name in ran)
+    assert {at["learning_rate"] for at in planned(tmp_path, "seed").values() if at["size"] == "460K rate/2"} == {2e-3}
+    has_run(tmp_path / "longhorn_130K_16384steps_lr0.006_seed1001", 13107, finished=True)
+    ran.clear()
+    assert run("law_predicted") == 0 and len(ran) == 2 * 4
+    begins = {name: at["from"] for name, at in planned(tmp_path, "seed").items() if at["steps"] == 28672}
+    assert begins.pop("longhorn_130K_28672steps_lr0.006_seed1001") == 13107 and set(begins.values()) == {0}
 
 
 def test_a_search_that_has_ended_chooses_the_same_rate_again(tmp_path, pretend):
