@@ -213,6 +213,15 @@ def check_out(out, instead="another --out", dry_run=False):
         raise ConfigError(f"cannot write {out} ({error.strerror}): give {instead}") from None
 
 
+def record_file(args, name):
+    """--out, or with --save results/<name>.json, or out/<name>.json. Raises ConfigError where it cannot be written."""
+    out = Path(args.out or ROOT / ("results" if args.save else "out") / f"{name}.json").resolve()
+    if out.suffix != ".json":
+        raise ConfigError(f"--out={args.out}: name a .json file; the table and the picture go beside it")
+    check_out(out)  # before anything is measured
+    return out
+
+
 def new_record(benchmark, **about):
     """The start of a record: the benchmark, date, machine and code."""
     date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")

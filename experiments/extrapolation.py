@@ -43,7 +43,7 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.measure import Peak, check_out, in_one_line, new_record, write_record  # noqa: E402
+from bench.measure import Peak, in_one_line, new_record, record_file, write_record  # noqa: E402
 from common.errors import ConfigError, is_out_of_memory  # noqa: E402
 from data.prepared import Tokens, find_dataset  # noqa: E402
 from experiments import extrapolation_report, sweep  # noqa: E402
@@ -429,15 +429,6 @@ class Extrapolation(Experiment):
         paths = extrapolation_report.write(folder, out)
         print(paths["md"].read_text(encoding="utf-8"))
         return paths
-
-
-def record_file(args, name):
-    """--out, with --save results/<name>.json, else out/<name>.json. Raises ConfigError where it cannot be written."""
-    out = Path(args.out or ROOT / ("results" if args.save else "out") / f"{name}.json").resolve()
-    if out.suffix != ".json":
-        raise ConfigError(f"--out={args.out}: name a .json file; the table and the picture go beside it")
-    check_out(out)  # before the first model is read
-    return out
 
 
 if __name__ == "__main__":

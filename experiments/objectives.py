@@ -2,7 +2,7 @@
 other.
 
     python experiments/objectives.py                       # the tables; half a minute
-    python experiments/objectives.py --save                # also results/online_learning.json, .md and .png
+    python experiments/objectives.py --save                # to results/online_learning.json, .md and .png
     python experiments/objectives.py --add my_update.py    # also your own objective and update
 
 Each update is compared with a numerical minimiser that sees only L_t, in float64, on random states, keys and gates,
@@ -48,10 +48,10 @@ sys.path.insert(0, str(ROOT))
 
 import families  # noqa: E402, F401
 import model  # noqa: E402
-from bench.measure import check_out, headline, new_record, write_record  # noqa: E402
+from bench.measure import headline, new_record, record_file, write_record  # noqa: E402
 from common.errors import ConfigError, main_error, regular  # noqa: E402
 from evaluation.tasks import table  # noqa: E402
-from runtime.loss_curve import save_figure  # noqa: E402
+from experiments import pages  # noqa: E402
 
 HOLDS = 1e-8  # an update holds if it differs from its minimiser by at most this share of the largest number in either
 MIXER_HOLDS = 1e-5  # a mixer, in float32, holds if its states differ by at most this, relative, in the 2-norm
@@ -204,17 +204,21 @@ UPDATES = [
 ROW = {row.name: row for row in UPDATES}
 
 
+def shapes(d, N):
+    """{name: shape} of the `p` for objectives and updates."""
+    return {"beta": (d,), "rate": (), "gamma": (), "alpha": (N,), "a": (d,), "i": (d,), "delta": (d,), "A": (d, N),
+            "z": (d,)}
+
+
 def settings(d, N, **given):
     """The `p` for objectives and updates: the mixers' initial values, for keys of length 1, except as `given`.
 
     gamma is that of RetNet's first head, alpha GLA's, delta and A Mamba's. Numbers are expanded to their shapes.
     """
-    shape = {"beta": (d,), "rate": (), "gamma": (), "alpha": (N,), "a": (d,), "i": (d,), "delta": (d,), "A": (d, N),
-             "z": (d,)}
     p = {"beta": 0.5, "rate": 0.5, "gamma": 1 - 2**-5, "alpha": 0.5 ** (1 / 16), "a": 0.9, "i": 0.5, "delta": 0.01,
          "A": -torch.arange(1.0, N + 1, dtype=torch.float64), "z": 1.0} | given
-    for name, value in p.items():
-        p[name] = torch.as_tensor(value, dtype=torch.float64).expand(shape[name]).clone()
+    for name, shape in shapes(d, N).items():
+        p[name] = torch.as_tensor(p[name], dtype=torch.float64).expand(shape).clone()
     return SimpleNamespace(**p)
 
 
@@ -248,9 +252,9 @@ def draws(count, elementwise, seed):
         else:
             k = F.normalize(normal(N), dim=0) * key_size
             S = normal(d, N)
-        p = settings(d, N, beta=gate(extreme, d), rate=gate(extreme), gamma=gate(extreme), alpha=gate(extreme, N),
-                     a=gate(extreme, d), i=gate(extreme, d), delta=10 * gate(extreme, d), A=-3 * gate(extreme, d, N),
-                     z=normal(d).exp())
+        gates = {name: gate(extreme, *shape) for name, shape in shapes(d, N).items() if name != "z"}
+        gates |= {"delta": 10 * gates["delta"], "A": -3 * gates["A"], "z": normal(d).exp()}
+        p = settings(d, N, **gates)
         S_size = pick([0.0, 1.0, 100.0]) if extreme else 1.0
         x_size = pick([1.0, 100.0]) if extreme else 1.0
         yield S * S_size, k, normal(d) * x_size, p
@@ -376,45 +380,43 @@ def diagonal_cost(N, correlation, writes, streams, seed, d=8):
 
 
 # ------------------------------------------------------------------------------------------------ the mixers that train
-# Convert an operator's arguments and its last state to sequences for the updates above: (S before, S after, k (T, N),
-# x (T, d), [p of each step]).
+# Convert an operator's arguments, with one row in the batch, and its last state to sequences for the updates above:
+# (S before, S after, k (T, N), x (T, d), [p of each step]).
 
 def scan_sequences(a, state):
-    for b in range(len(state)):
-        d, N = state[b].shape
-        if "dt" in a:
-            k, x = a["k"][b], a["x"][b]
-            ps = [settings(d, N, beta=torch.sigmoid(dt + a["dt_bias"])) for dt in a["dt"][b]]
-        else:
-            k, x = a["B"][b], a["u"][b]
-            ps = [settings(d, N, delta=F.softplus(delta + a["delta_bias"]), A=a["A"]) for delta in a["delta"][b]]
-        yield a["h0"][b], state[b], k, x, ps
+    d, N = state[0].shape
+    if "dt" in a:
+        ps = [settings(d, N, beta=torch.sigmoid(dt + a["dt_bias"])) for dt in a["dt"][0]]
+        yield a["h0"][0], state[0], a["k"][0], a["x"][0], ps
+    else:
+        ps = [settings(d, N, delta=F.softplus(delta + a["delta_bias"]), A=a["A"]) for delta in a["delta"][0]]
+        yield a["h0"][0], state[0], a["B"][0], a["u"][0], ps
 
 
 def head_sequences(a, state):
-    B, T, H, d = a["v"].shape
-    for b, h in itertools.product(range(B), range(H)):
-        k = a["k"].expand(-1, -1, H, -1)[b, :, h]  # (T, N)
+    _, T, H, d = a["v"].shape
+    for h in range(H):
+        k = a["k"].expand(-1, -1, H, -1)[0, :, h]  # (T, N)
         ps = []
         for t in range(T):
             given = {}
             if "beta" in a:
-                given["rate"] = a["beta"][b, t, h]
+                given["rate"] = a["beta"][0, t, h]
             if "log_decay" in a:
                 decay = a["log_decay"].exp()
-                decay = decay[h] if decay.dim() == 1 else decay[b, t, h]
+                decay = decay[h] if decay.dim() == 1 else decay[0, t, h]
                 given["alpha" if decay.dim() else "gamma"] = decay
             ps.append(settings(d, k.shape[1], **given))
-        yield a["state"][b, h].T, state[b, h].T, k, a["v"][b, :, h], ps
+        yield a["state"][0, h].T, state[0, h].T, k, a["v"][0, :, h], ps
 
 
 def wkv4_sequences(a, state):
-    for b, (num, den, top) in enumerate(zip(*a["state"], strict=True)):
-        z, ps = den * top.exp(), []
-        for k in a["k"][b]:
-            ps.append(settings(z.numel(), 1, z=z * (-a["decay"]).exp()))
-            z = ps[-1].z + k.exp()
-        yield num / den, state[0][b] / state[1][b], a["k"][b], a["v"][b], ps
+    num, den, top = a["state"]
+    z, ps = den[0] * top[0].exp(), []
+    for k in a["k"][0]:
+        ps.append(settings(z.numel(), 1, z=z * (-a["decay"]).exp()))
+        z = ps[-1].z + k.exp()
+    yield (num / den)[0], (state[0] / state[1])[0], a["k"][0], a["v"][0], ps
 
 
 SEQUENCES = {"longhorn_scan": scan_sequences, "selective_scan": scan_sequences, "wkv4": wkv4_sequences,
@@ -444,9 +446,9 @@ def operator_call(family, backend="", seed=0, T=12):
             calls.append((inspect.signature(op).bind(*args, **given).arguments, result[1]))
             return result
 
-        _, state = branch.mixer(torch.randn(2, T, 32), branch.initial_state(2, "cpu"))
+        _, state = branch.mixer(torch.randn(1, T, 32), branch.initial_state(1, "cpu"))
         with mock.patch.object(module, name, record):
-            branch.mixer(torch.randn(2, T, 32), state)
+            branch.mixer(torch.randn(1, T, 32), state)
     if len(calls) != 1:
         raise RuntimeError(f"{family}: its mixer called {name} {len(calls)} times, not once")
     (arguments, state), = calls
@@ -514,15 +516,15 @@ def verdict(check):
 
 def report(record, rows):
     """The record as Markdown that also reads well in a terminal: a list of lines."""
-    return [*formulas(rows), "", *checks_table(record, rows), "", *notes(rows), "", *diagonal_table(record)]
-
-
-def formulas(rows):
     lines = ["Objectives and updates (S': previous state; g, a, f: gates; b, D: step sizes; *: elementwise):", ""]
     width = max(len(row.name) for row in rows)
     for row in rows:
         lines += [f"    {row.name:{width}}  L = {row.L}", f"    {'':{width}}  S = {row.S}"]
-    return lines
+    lines += ["", *checks_table(record, rows), ""]
+    for row in rows:
+        if row.note:
+            lines += wrapped(f"- {row.name}: {row.note}.", "  ")
+    return [*lines, "", *diagonal_table(record)]
 
 
 def checks_table(record, rows):
@@ -535,14 +537,6 @@ def checks_table(record, rows):
         off: the largest relative difference from a numerical minimiser, for draws of ordinary size and for all draws;
         yes: at most {HOLDS:g}. mixers: relative difference between the states of the mixers that train and the update,
         in float32."""), "", table(cells)]
-
-
-def notes(rows):
-    lines = []
-    for row in rows:
-        if row.note:
-            lines += wrapped(f"- {row.name}: {row.note}.", "  ")
-    return lines
 
 
 def diagonal_table(record):
@@ -564,21 +558,16 @@ def by_cosine(record):
 
 def draw(record, path):
     """Plot what a step of the diagonal form misses, against the cosine of two keys."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.4), dpi=110)
-    axes = figure.subplots()
-    for (N, writes), missed in sorted(by_cosine(record).items()):
-        if N > 1:  # for N = 1 Eq. 7 is Eq. 6
-            style = "o-" if writes < 0.5 else "s--"
-            axes.plot(COSINES, missed, style, ms=4, label=f"N = {N}, {writes:.2f} written")
-    axes.axhline(1, color="black", lw=0.5)
-    axes.set(xlabel="cosine of two keys, about", ylabel="share of Eq. 5's decrease that is missed", ylim=(-0.02, 1.3),
-             title=f"what a step of Eq. 7 misses (1: as good as no step), float64, {record['date'][:10]}")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, ncol=2, loc="upper left", frameon=False)
-    figure.tight_layout()
-    save_figure(figure, path)
+    with pages.figure(path, 1, 1, 7, 4.4, layout="tight") as (_, ((axes,),)):
+        for (N, writes), missed in sorted(by_cosine(record).items()):
+            if N > 1:  # for N = 1 Eq. 7 is Eq. 6
+                style = "o-" if writes < 0.5 else "s--"
+                axes.plot(COSINES, missed, style, ms=4, label=f"N = {N}, {writes:.2f} written")
+        axes.axhline(1, color="black", lw=0.5)
+        axes.set(xlabel="cosine of two keys, about", ylabel="share of Eq. 5's decrease that is missed",
+                 ylim=(-0.02, 1.3), title="what a step of Eq. 7 misses (1: as good as no step), float64, "
+                 f"{record['date'][:10]}")
+        axes.legend(fontsize=8, ncol=2, loc="upper left", frameon=False)
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
@@ -616,12 +605,9 @@ def parse(argv=None):
                         "formulas); may be repeated")
     parser.add_argument("--seed", type=int, default=0, help="seed of draws and streams (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="12 draws instead of 48, 2 streams instead of 4")
-    parser.add_argument("--out", type=Path, help="write the record to this .json file, and a .md and .png next to it")
+    parser.add_argument("--out", help="record file (out/online_learning.json); a .md and .png go beside it")
     parser.add_argument("--save", action="store_true", help="write them to results/online_learning.json, .md and .png")
     args = parser.parse_args(argv)
-    if args.out and args.out.suffix != ".json":
-        named = args.out.with_suffix(".json") if args.out.name else "record.json"
-        parser.error(f"--out={args.out}: the record must be a .json file, such as {named}")
     if not 0 <= args.seed < 2**32:
         parser.error(f"--seed={args.seed}: it must be in 0 .. {2**32 - 1}")
     if args.save and args.add and not args.out:
@@ -631,8 +617,7 @@ def parse(argv=None):
 
 def main(argv=None):
     args, began = parse(argv), time.perf_counter()
-    out = args.out or (ROOT / "results" / "online_learning.json" if args.save else None)
-    check_out(out)
+    out = record_file(args, "online_learning")
     torch.set_num_threads(1)  # the states are small: more threads would only wait for each other
     rows = UPDATES + [read_update(path) for path in args.add]
     record = new_record("online_learning")
@@ -645,11 +630,10 @@ def main(argv=None):
     print(f"{text}\n\n{record['run_seconds']:.0f} seconds")
     for line in wrong:
         print(f"experiments/objectives.py: {line}", file=sys.stderr)
-    if out:
-        write_record(out, record)
-        out.with_suffix(".md").write_text(f"{head}\n\n{text}\n")
-        draw(record, out.with_suffix(".png"))
-        print(f"record: {out}, table: {out.with_suffix('.md')}, figure: {out.with_suffix('.png')}")
+    write_record(out, record)
+    out.with_suffix(".md").write_text(f"{head}\n\n{text}\n")
+    draw(record, out.with_suffix(".png"))
+    print(f"record: {out}, table: {out.with_suffix('.md')}, figure: {out.with_suffix('.png')}")
     return int(bool(wrong))
 
 

@@ -282,7 +282,7 @@ UNCOMMITTED = "results/ is for records of a commit, and this tree has uncommitte
     *((main, arguments, UNCOMMITTED) for main, arguments in (
         (scan.main, "--save"), (scan.main, "--out=results/y.json"), (generate.main, "--save"), (step.main, "--save"),
         (objectives.main, "--save"), (gpu.main, "--out=results/gpu_x"),
-        (extrapolation.main, "run --preset=laptop --save"))),
+        (extrapolation.Extrapolation.main, "run --preset=laptop --save"))),
     (scan.main, "--device=cuda --dry_run --save", "a dry run measures nothing"),
     (scan.main, "--device=cuda --dry_run --without=rnn", "--without=rnn: no such contender; they are longhorn_scan"),
     (gpu.main, "--check=never", "never: no such folder"),
