@@ -100,7 +100,7 @@ class Setting:
 
     def check(self, name, value):
         """Raises ConfigError for a number outside the range, unless it is the default."""
-        for number in value if self.many else [value]:
+        for number in value or () if self.many else [value]:
             limit = self.range.broken_by(number)
             if limit and value != self.default:
                 if abs(number) >= 10**20:
@@ -155,7 +155,7 @@ def load(config_class, argv, prog=None):
         overrides.update(new)
     if help_asked:
         about = "Read left to right, the later one wins; a config file is Python that assigns to the same keys."
-        _print_help(config_class, settings, values, prog, ["[config.py ...]"], about)
+        _print_help(config_class, settings, values, f"{prog or _program()} [config.py ...]", about)
     return _instance(config_class, settings, values, config_files=config_files, overrides=overrides)
 
 
@@ -307,16 +307,16 @@ def read(config_class, argv, doc, prog=None):
     places = [*needed, *getattr(config_class, "ARGUMENTS", ())]
     if help_asked:
         values = {key: setting.default for key, setting in settings.items()}
-        _print_help(config_class, settings, values, prog, [f"[{place.upper()}]" for place in places], doc)
+        _print_help(config_class, settings, values, " ".join([prog, *places]), doc, places)
     given, others = _sort(words, config_class, settings, list(places))
     values = {}
     for key, texts in given.items():
-        where = f"{key.upper()} " if key in places else f"--{key}="
+        where = f"{key} " if key in places else f"--{key}="
         new = [_convert(settings[key], text, where, from_text=True) for text in texts]
         values[key] = tuple(dict.fromkeys(new)) if settings[key].many else new[0]
     for key in needed:
         if key not in values:
-            raise ConfigError(f"give {key.upper()}: {_comments(config_class)[0][key]}")
+            raise ConfigError(f"give the {key}: {_comments(config_class)[0][key]}; --help lists all")
     return _instance(config_class, settings, values, command=command, overrides=values, others=others)
 
 
@@ -403,9 +403,9 @@ def _comments(config_class):
     return meanings, headings
 
 
-def _print_help(config_class, settings, values, prog, places, about):
+def _print_help(config_class, settings, values, usage, about, places=()):
     """Print the usage, what it is about, and a line per setting; ends the program with exit code 0."""
-    print(" ".join(["usage:", prog or _program(), *places, "[--key=value ...]"]) + f"\n\n{about.strip()}")
+    print(f"usage: {usage} [--key=value ...]\n\n{about.strip()}")
     meanings, headings = _comments(config_class)
     rows = {}  # key: (--key, kind, value), meaning
     for key, value in values.items():
@@ -415,7 +415,9 @@ def _print_help(config_class, settings, values, prog, places, about):
             kind, meaning = "choice", f"{meaning} (one of {', '.join(setting.choices)})".strip()
         if setting.many:
             kind += " ..." if setting.many is list else ",..."
-        rows[key] = (f"--{key}", kind, str(value) or "''"), meaning
+        name = key if key in places else f"--{key}"
+        shown = "-" if value in (None, (), dataclasses.MISSING) else str(value) or "''"
+        rows[key] = (name, kind, shown), meaning
     columns = zip(*(row for row, _ in rows.values()), strict=True)
     widths = [min(max(map(len, column)), 24) for column in columns]
     indent = " " * (sum(widths) + 8)

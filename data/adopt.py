@@ -5,15 +5,19 @@
 A meta.pkl is not opened: it is a pickle, which could run code.
 """
 
-import argparse
+import dataclasses
 import hashlib
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root
+import configurator
+from configurator import Count, Positive
 from data.prepared import DTYPES, SPLITS, DataError, describe
 from data.tokenizer import Text, canonical
 from data.writer import finish, preparing, run, token_dtype
@@ -27,8 +31,6 @@ def adopt(folder, vocab_size, dtype=None, tokenizer=None, bytes_per_token=None):
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}: check the path")
-    if bytes_per_token is not None and not 0 < bytes_per_token <= sys.float_info.max:
-        raise DataError(f"--bytes_per_token={bytes_per_token:g}: it must be above 0")
     name, table = _known(tokenizer)
     least = token_dtype(vocab_size)  # raises for an impossible vocabulary size
     if dtype is None and least == "uint16":
@@ -95,17 +97,20 @@ def read_split(path, dtype, vocab_size):
     return {"tokens": size // dtype.itemsize, "sha256": digest.hexdigest(), "max_token": largest}
 
 
+@dataclass
+class Options:
+    folder: str  # holds train.bin and val.bin
+    vocab_size: Count = None  # 50257 for GPT-2's tokens
+    dtype: Literal["uint16", "uint32"] = None  # of the files; not given: uint16 if the vocabulary fits
+    tokenizer: str = None  # bytes, tiktoken:NAME or hf:NAME
+    bytes_per_token: Positive = None  # of the text, to report bits per byte
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="holds train.bin and val.bin")
-    parser.add_argument("--vocab_size", type=int, help="50257 for GPT-2's tokens")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the files (uint16 if the vocabulary fits)")
-    parser.add_argument("--tokenizer", help="bytes, tiktoken:NAME or hf:NAME")
-    parser.add_argument("--bytes_per_token", type=float, help="of the text, to report bits per byte")
-    args = vars(parser.parse_args())
-    if args["vocab_size"] is None:
+    options = configurator.read(Options, sys.argv[1:], __doc__)
+    if options.vocab_size is None:
         raise DataError("give --vocab_size: 50257 for GPT-2's tokens")
-    describe(adopt(**args), "meta.json written")
+    describe(adopt(**dataclasses.asdict(options)), "meta.json written")
 
 
 if __name__ == "__main__":

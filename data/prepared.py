@@ -6,19 +6,20 @@ describes them. meta.json is written last, so a folder that has one is complete 
     python data/prepared.py data/pystdlib     # describe a prepared folder and check its sha256
 """
 
-import argparse
 import hashlib
 import json
 import re
 import shlex
 import sys
 import zlib
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 import numpy as np
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root
+import configurator  # noqa: E402
 from common.errors import ConfigError, main_error, regular  # noqa: E402
 from data.shards import Shards, shards_sha256  # noqa: E402
 
@@ -284,10 +285,13 @@ def describe(tokens, checked):
     print(f"{tokens.folder}: {counts}, {tokens.meta['dtype']}, vocabulary {tokens.vocab_size:,}, {checked}")
 
 
+@dataclass
+class Options:
+    folder: Path  # holds train.bin, val.bin and meta.json
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="holds train.bin, val.bin and meta.json")
-    tokens = Tokens(parser.parse_args().folder)
+    tokens = Tokens(configurator.read(Options, sys.argv[1:], __doc__).folder)
     tokens.verify()
     describe(tokens, "sha256 verified")
 

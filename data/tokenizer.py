@@ -143,13 +143,6 @@ def learn_bpe(texts, n_vocab):
     return encoding.to_str()
 
 
-def add_tokenizer(parser, default, more=""):
-    """Add the arguments --tokenizer and --vocab of a prepare.py."""
-    choices = f"bytes, chars, {more}tiktoken:NAME, hf:NAME on the hub, or hf:FOLDER"
-    parser.add_argument("--tokenizer", default=default, metavar="KIND", help=f"{choices} (default {default})")
-    parser.add_argument("--vocab", metavar="FOLDER", help="folder with a tiktoken encoding's files, to need no network")
-
-
 def canonical(tokenizer):
     """A tokenizer's name in meta.json and checkpoints; for hf:FOLDER, only the last part of the path."""
     if str(tokenizer).startswith("hf:") and Path(tokenizer[3:]).exists():

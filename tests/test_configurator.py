@@ -192,6 +192,24 @@ sample.py --max_new_tokens=0                     max_new_tokens 0 must be at lea
 evaluate.py --limit=-1                           limit -1 must be at least 0
 evaluate.py --batch_tokens=0                     batch_tokens 0 must be at least 1
 export.py --dtype=float8                         expected one of float32, bfloat16, float16: did you mean
+data/prepared.py                                 give the folder: holds train.bin, val.bin and meta.json
+data/prepared.py a b                             unexpected argument 'b'
+data/adopt.py a                                  give --vocab_size: 50257
+data/adopt.py a --vocab_size 0                   vocab_size 0 must be at least 1
+data/adopt.py a --bytes_per_token=nan            bytes_per_token=nan: expected a finite number
+data/adopt.py a --bytes_per_token=0              bytes_per_token 0.0 must be above 0
+data/pystdlib/prepare.py --val_fraction=1        val_fraction 1.0 must be below 1
+data/pystdlib/prepare.py --documents=page        expected one of file, package
+data/shakespeare_char/prepare.py --any-txt       unknown key '--any_txt': did you mean '--any_text'?
+data/shakespeare_char/prepare.py --file          --file needs a value
+data/tokens/prepare.py --val_fraction=0          val_fraction 0.0 must be above 0
+data/tokens/prepare.py --shuffle -1              shuffle -1 must be at least 0
+data/tokens/prepare.py --workers=0               workers 0 must be at least 1
+data/tokens/prepare.py --files --force           --files needs a value
+data/openwebtext/prepare.py c4                   unexpected argument 'c4'
+data/tokens/cluster.py --tasks=0                 tasks 0 must be at least 1
+data/tokens/cluster.py --workers=0               workers 0 must be at least 1
+data/tokens/cluster.py --cluster=lsf             expected one of slurm, ray
 experiments/recall/cell.py --epochs=0            epochs 0 must be at least 1
 experiments/recall/cell.py --max_iters=-1        max_iters -1 must be at least 0
 experiments/vision/classify.py --drop_path=1     drop_path 1.0 must be at most 0.99

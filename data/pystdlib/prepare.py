@@ -27,21 +27,24 @@ sequence of that length and its next token. meta.json has the documents' lengths
     python data/pystdlib/prepare.py --tokenizer=bpe:4096 --out data/pystdlib_4096          # half a minute
 """
 
-import argparse
+import dataclasses
 import hashlib
 import os
 import platform
 import shlex
 import sys
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
+import configurator
+from configurator import Share
 from data.prepared import SPLITS, DataError, file_sha256
-from data.tokenizer import Text, add_tokenizer, canonical, learn_bpe
+from data.tokenizer import Text, canonical, learn_bpe
 from data.writer import finish, finished, preparing, run, warn_single_document, write_split
 
 RECIPE = 1  # to be raised when the same files would give other tokens
@@ -252,26 +255,24 @@ def identity(files, val_fraction, documents, tokenizer):
     return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def prepare(out, roots=(), extensions=ROOT_EXTENSIONS, val_fraction=None, force=False, stdlib=None, documents="file",
+def prepare(out, roots=(), extensions=(), val_fraction=None, force=False, stdlib=None, documents="file",
             tokenizer="bytes", vocab=None):
     """Write the dataset to `out`, unless it is already there. Returns (Tokens, True if anything was written).
 
-    Args: roots: more folders of source; extensions: of their files; val_fraction: of the bytes (None: VAL_FRACTION);
-    stdlib: the standard library's folder (default: the running interpreter's); documents: 'file' or 'package';
-    tokenizer, vocab: see data/tokenizer.py.
+    Args: roots: more folders of source; extensions: of their files (none: ROOT_EXTENSIONS); val_fraction: of the bytes
+    (None: VAL_FRACTION); stdlib: the standard library's folder (default: the running interpreter's); documents: 'file'
+    or 'package'; tokenizer, vocab: see data/tokenizer.py.
     Raises: DataError.
     """
     if val_fraction is None:
         val_fraction = VAL_FRACTION[documents]
-    if not 0 < val_fraction < 1:
-        raise DataError(f"--val_fraction {val_fraction:g}: it must be between 0 and 1")
     if tokenizer != "bytes" and documents == "package":
         raise DataError(f"--documents=package counts bytes: drop --tokenizer {tokenizer}")
     for root in roots:
         if not root or not Path(root).is_dir():  # Path("") is the current folder
             raise DataError(f"--roots {root} is not a folder: check the path")
     stdlib = Path(stdlib or sysconfig.get_paths()["stdlib"])
-    extensions = sorted({"." + extension.lstrip(".") for extension in extensions})
+    extensions = sorted({"." + extension.lstrip(".") for extension in extensions or ROOT_EXTENSIONS})
     with preparing(out) as folder:
         files, skipped = collect(stdlib, roots, extensions, text_only=tokenizer != "bytes")
         if not files:
@@ -342,18 +343,21 @@ def places(documents):
     return listed
 
 
+@dataclass
+class Options:
+    roots: list[str] = ()  # more folders of source to add
+    extensions: list[str] = ()  # which files in --roots; none: source code
+    documents: Literal["file", "package"] = "file"  # what a document is
+    tokenizer: str = "bytes"  # bytes, chars, bpe:N (learned from the training files), tiktoken:NAME, hf:NAME, hf:FOLDER
+    vocab: str = None  # folder with a tiktoken encoding's files, to need no network
+    val_fraction: Share = None  # share of bytes to hold out; not given: 0.02, of packages 0.05
+    out: Path = Path(__file__).parent  # folder to write
+    force: bool = False  # prepare again even if it is already prepared
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--roots", nargs="+", default=[], metavar="FOLDER", help="more folders of source to add")
-    parser.add_argument("--extensions", nargs="+", default=ROOT_EXTENSIONS, metavar="EXT",
-                        help="which files in --roots (default: source code)")
-    parser.add_argument("--documents", choices=list(VAL_FRACTION), default="file",
-                        help="a document is a file (default) or a package")
-    add_tokenizer(parser, "bytes", "bpe:N (learned from the training files), ")
-    parser.add_argument("--val_fraction", type=float, help="share of bytes to hold out (default 0.02; packages: 0.05)")
-    parser.add_argument("--out", default=Path(__file__).parent, help="folder to write (default: the script's own)")
-    parser.add_argument("--force", action="store_true", help="prepare again even if it is already prepared")
-    tokens, new = prepare(**vars(parser.parse_args()))
+    options = configurator.read(Options, sys.argv[1:], __doc__)
+    tokens, new = prepare(**dataclasses.asdict(options))
     say(tokens, new)
 
 

@@ -8,18 +8,20 @@ byte. --tokenizer chooses another tokenizer (data/tokenizer.py).
     python data/shakespeare_char/prepare.py --file my.txt --any_text # uses another text
 """
 
-import argparse
+import dataclasses
 import hashlib
 import shlex
 import sys
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
+import configurator
 from common.errors import regular
 from common.files import replacing
 from data.prepared import DataError
-from data.tokenizer import Text, add_tokenizer, canonical
+from data.tokenizer import Text, canonical
 from data.writer import finish, finished, preparing, run, write_split
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -119,14 +121,19 @@ def write(folder, text, tokenizer, vocab, recipe, inputs):
     return finish(folder, meta)
 
 
+@dataclass
+class Options:
+    file: str = None  # a local copy of the text, instead of downloading it
+    any_text: bool = False  # accept a --file that is not Tiny Shakespeare
+    tokenizer: str = "chars"  # bytes, chars, tiktoken:NAME, hf:NAME on the hub, or hf:FOLDER
+    vocab: str = None  # folder with a tiktoken encoding's files, to need no network
+    out: Path = Path(__file__).parent  # folder to write
+    force: bool = False  # prepare again even if it is already prepared
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--file", help="a local copy of the text, instead of downloading it")
-    parser.add_argument("--any_text", action="store_true", help="accept a --file that is not Tiny Shakespeare")
-    add_tokenizer(parser, "chars")
-    parser.add_argument("--out", default=Path(__file__).parent, help="folder to write (default: the script's own)")
-    parser.add_argument("--force", action="store_true", help="prepare again even if it is already prepared")
-    tokens, new = prepare(**vars(parser.parse_args()))
+    options = configurator.read(Options, sys.argv[1:], __doc__)
+    tokens, new = prepare(**dataclasses.asdict(options))
     done = "" if new else " (already prepared; --force prepares again)"
     print(f"{tokens.folder}: {len(tokens.train):,} tokens to train on, {len(tokens.val):,} held out{done}")
     print(f"{tokens.meta['tokenizer']}, vocabulary {tokens.vocab_size:,}")

@@ -15,7 +15,6 @@ command submits and returns, and the last task to end writes meta.json; rerun it
 submit again those that failed. Logs are in the folder datatrove of --out.
 """
 
-import argparse
 import contextlib
 import hashlib
 import itertools
@@ -25,12 +24,15 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
+from configurator import Count
 from data.prepared import DTYPES, SPLITS, DataError
 from data.tokens import prepare as one_process
 from data.tokens.prepare import finish_shards, is_whole, split_of, token_arrays, write_shard
@@ -221,8 +223,6 @@ def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, 
     tokenizer_class = import_datatrove()
     if shuffle is not None:
         raise DataError("nanoGPT's shuffle and split need one process: python data/openwebtext/prepare.py")
-    if tasks < 1 or workers is not None and workers < 1:
-        raise DataError(f"--tasks {tasks}, --workers {workers}: both must be at least 1")
     if files:
         files = [Path(path).absolute() for path in files]
     units, text, meta, before = one_process.plan(files=files, **choices)
@@ -308,14 +308,16 @@ def run_tasks(cluster, cluster_args, workers, job, how):
         run_locally(workers or one_process.CORES, **how)
 
 
+@dataclass
+class Options(one_process.Source):
+    cluster: Literal["slurm", "ray"] = None  # where tasks run; not given: processes here
+    cluster_args: str = ""  # NAME=VALUE,...: options of sbatch, or of Ray
+    tasks: Count = MOST_TASKS  # at most, and not more than the source has files; local ones count once per 256 MB
+    workers: Count = None  # tasks at once; not given: all on a cluster, one per core here
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cluster", choices=("slurm", "ray"), help="where tasks run (default: processes here)")
-    parser.add_argument("--cluster_args", default="", metavar="NAME=VALUE,...", help="options of sbatch, or of Ray")
-    parser.add_argument("--tasks", type=int, default=MOST_TASKS, help=f"at most (default {MOST_TASKS}), and not more "
-                        "than the source has files; local ones count once per 256 MB")
-    parser.add_argument("--workers", type=int, help="tasks at once (default: all on a cluster, one per core here)")
-    if tokens := prepare(**one_process.parse(parser)):
+    if tokens := prepare(**one_process.read(Options, __doc__)):
         one_process.say(tokens)
 
 

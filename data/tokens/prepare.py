@@ -23,7 +23,7 @@ It can be killed at any time; rerun the command to resume after the last shard, 
 Tokens depend neither on --workers nor on kills.
 """
 
-import argparse
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -32,14 +32,17 @@ import os
 import shlex
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
+import configurator
+from configurator import Count, Seed, Share
 from data.prepared import DTYPES, SPLITS, DataError, file_sha256
 from data.shards import shards_sha256
-from data.tokenizer import Text, add_tokenizer, canonical
+from data.tokenizer import Text, canonical
 from data.writer import finish, finished, preparing, run, token_dtype, warn_single_document, write_split
 from runtime.records import BadRecord, fields, read_json, write_json
 
@@ -385,10 +388,6 @@ def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=
     The hash meta["inputs"] is that of all that the tokens follow from. With --shuffle the units are those of local
     files, or None: they are shuffled later (`shuffled_units`).
     """
-    if not 0 < val_fraction < 1:
-        raise DataError(f"--val_fraction {val_fraction:g}: it must lie between 0 and 1")
-    if shuffle is not None and not 0 <= shuffle < 2**32:
-        raise DataError(f"--shuffle {shuffle}: it must be in 0 .. {2**32 - 1}")
     if (source is None) == (not files):
         raise DataError("give a recipe or a name of Hugging Face's hub, or --files, and not both")
     units, table = local_units(files) if files else None, None
@@ -436,8 +435,6 @@ def prepare(out, workers=1, force=False, **choices):
 
     choices: as `plan` takes them. Raises DataError, one line.
     """
-    if workers < 1:
-        raise DataError(f"--workers {workers}: it must be at least 1")
     units, text, meta, before = plan(**choices)
     recipe = meta["recipe"]
     column, fraction, shuffle = recipe["text_column"], recipe["val_fraction"], recipe["shuffle"]
@@ -460,27 +457,41 @@ def prepare(out, workers=1, force=False, **choices):
         return finish_shards(folder, [shard["splits"] for shard in shards], meta)
 
 
-def parse(parser):
-    """The options on the command line, as a dict; those of prepare.py and cluster.py are added here."""
-    parser.add_argument("source", nargs="?", help=f"{', '.join(RECIPES)}, or a name of the hub")
-    parser.add_argument("--subset", help="of a data set of the hub, sample-10BT say")
-    parser.add_argument("--files", nargs="+", help="local files, or folders of them; with a recipe, in its place")
-    add_tokenizer(parser, "tiktoken:gpt2")
-    parser.add_argument("--text_column", default="text", help="of parquet, jsonl and the hub (default text)")
-    parser.add_argument("--val_fraction", type=float, default=0.0005, help="of documents, where no split is official")
-    parser.add_argument("--out", help="folder to write (default: data/ and the recipe's name)")
-    parser.add_argument("--force", action="store_true", help="prepare again from the beginning")
-    name = parser.parse_args().source
-    recipe = RECIPES.get(name, {})
-    parser.set_defaults(**recipe)
-    args = vars(parser.parse_args())
-    if args["out"] is None:
+@dataclass
+class Source:
+    """Options of prepare.py and cluster.py."""
+
+    source: str = None  # a recipe (RECIPES in data/tokens/prepare.py), or a name of the hub
+    subset: str = None  # of a data set of the hub, sample-10BT say
+    files: list[str] = None  # local files, or folders of them; with a recipe, in its place
+    tokenizer: str = "tiktoken:gpt2"  # bytes, chars, tiktoken:NAME, hf:NAME on the hub, or hf:FOLDER
+    vocab: str = None  # folder with a tiktoken encoding's files, to need no network
+    text_column: str = "text"  # of parquet, jsonl and the hub
+    val_fraction: Share = 0.0005  # of documents, where no split is official
+    out: Path = None  # folder to write; not given: data/ and the recipe's name
+    force: bool = False  # prepare again from the beginning
+
+    ARGUMENTS = ("source",)
+
+
+@dataclass
+class Options(Source):
+    shuffle: Seed = None  # shuffle and split as nanoGPT does (seed 2357)
+    workers: Count = CORES  # threads; the default: one per core
+
+
+def read(options_class, doc):
+    """The arguments of `prepare` on the command line, those of a recipe filled in. Raises ConfigError."""
+    options = configurator.read(options_class, sys.argv[1:], doc)
+    recipe = RECIPES.get(options.source, {})
+    arguments = dataclasses.asdict(options) | recipe | options.overrides
+    if arguments["out"] is None:
         if not recipe:
             raise DataError("give --out, the folder to write")
-        args["out"] = Path(__file__).parents[1] / name
+        arguments["out"] = Path(__file__).parents[1] / options.source
     if recipe:
-        args["source"] = None if args["files"] else recipe["source"]
-    return args
+        arguments["source"] = None if options.files else recipe["source"]
+    return arguments
 
 
 def say(tokens):
@@ -490,10 +501,7 @@ def say(tokens):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shuffle", type=int, metavar="SEED", help="shuffle and split as nanoGPT does (seed 2357)")
-    parser.add_argument("--workers", type=int, default=CORES, help=f"threads (default: one per core, {CORES} here)")
-    tokens = prepare(**parse(parser))
+    tokens = prepare(**read(Options, __doc__))
     say(tokens)
     if warning := count_warning(tokens.meta):
         print(warning, file=sys.stderr)
