@@ -350,6 +350,20 @@ def searched(preset, folder, model, size, rates):
     return best_rate(losses_by_rate)
 
 
+def search(preset, folder, size, grids, go):
+    """{model: BestRate, None without one} at a size; grids {model: the rates to begin with} go on beyond their edge."""
+    bests = {}
+    while grids:
+        go([c for model, grid in grids.items() for c in search_cells(preset, model, size, grid)])
+        unsettled = {}
+        for model, grid in grids.items():
+            bests[model] = searched(preset, folder, model, size, grid)
+            if bests[model] and bests[model].beyond and len(grid) < preset.sizes[size].rates + EXTENSIONS:
+                unsettled[model] = [*grid, three_digits(bests[model].beyond)]
+        grids = unsettled
+    return bests
+
+
 def find_rates(preset, folder, go, plan_only=False):
     """({(model, size): rate}, {model: {width: rate}} of the searches); `go(cells)` runs what a search needs. A rate at
     which seeds are reported already stays.
@@ -374,18 +388,11 @@ def find_rates(preset, folder, go, plan_only=False):
                 rates[model, size] = three_digits(centre[model])
             else:
                 grids[model] = first_rates(s.rates, centre[model])
-        while grids:
-            go([c for model, grid in grids.items() for c in search_cells(preset, model, size, grid)])
-            for model, grid in list(grids.items()):
-                best = searched(preset, folder, model, size, grid)
-                if best and best.beyond and len(grid) < s.rates + EXTENSIONS:
-                    grid.append(three_digits(best.beyond))
-                    continue
-                del grids[model]
-                if best:
-                    rates[model, size] = best.rate
-                elif plan_only:
-                    rates[model, size] = three_digits(centre[model])
+        for model, best in search(preset, folder, size, grids, go).items():
+            if best:
+                rates[model, size] = best.rate
+            elif plan_only:
+                rates[model, size] = three_digits(centre[model])
         for model in list(found):
             if (model, size) not in rates:
                 del found[model]
