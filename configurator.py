@@ -82,6 +82,7 @@ NotNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(above=0, below=1)]
 Probability = Annotated[float, Range(0, 1)]
 Minutes = Annotated[float, Range(above=0, most=1e6)]
+Seconds = Annotated[float, Range(1)]
 
 
 class Setting:

@@ -16,12 +16,12 @@ attention also needs a mask of (chunk, past + chunk), so its peak grows with --c
 Each family runs in its own process, as in bench/step.py. Weights are random: the cost does not depend on them.
 """
 
-import argparse
 import math
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
@@ -30,8 +30,9 @@ sys.path.insert(0, str(ROOT))
 
 from bench import measure  # noqa: E402
 from bench.measure import DTYPES, LeftOut, or_dash  # noqa: E402
-from bench.step import Worker, add_options, finish, model_config, settle, start  # noqa: E402
+from bench.step import Shared, Worker, finish, model_config, read, start  # noqa: E402
 from common.errors import main_error  # noqa: E402
+from configurator import Count, Range, Seconds  # noqa: E402
 from model import LM, ModelConfig, tensors_of  # noqa: E402
 from runtime.loss_curve import save_figure  # noqa: E402
 
@@ -284,24 +285,18 @@ def draw(record, path):
 
 # ----------------------------------------------------------------------------------------------------------------- main
 
-def parse(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, 120.0, batch_size=1)
-    parser.add_argument("--contexts", default="1024,4096,16384,65536", help="comma-separated lengths (%(default)s)")
-    parser.add_argument("--new_tokens", type=int, default=64, help="tokens written after each context (%(default)s)")
-    parser.add_argument("--chunk", type=int, default=1024, help="tokens read at a time (%(default)s)")
-    args = settle(parser, parser.parse_args(argv), ["new_tokens", "chunk"])
-    try:
-        args.contexts = sorted({int(c) for c in args.contexts.split(",")})
-    except ValueError:
-        parser.error(f"--contexts={args.contexts}: must be whole numbers separated by commas, such as 1024,4096")
-    if args.contexts[0] < 1 or args.contexts[-1] > 10**9:
-        parser.error(f"--contexts={args.contexts[0]} .. {args.contexts[-1]}: must be in 1 .. {10**9:,}")
-    return args
+@dataclass
+class Options(Shared):
+    batch_size: Count = 1
+    budget_s: Seconds = 120.0  # seconds per family
+    contexts: tuple[Annotated[int, Range(1, 10**9)], ...] = (1024, 4096, 16384, 65536)  # lengths
+    new_tokens: Count = 64  # tokens written after each context
+    chunk: Count = 1024  # tokens read at a time
 
 
-def main(argv=None):
-    args = parse(argv)
+def main(argv):
+    args = read(Options, argv, __doc__)
+    args.contexts = sorted(args.contexts)
     out, record = start(args, "generate", contexts=args.contexts, new_tokens=args.new_tokens, chunk=args.chunk,
                         budget_seconds=args.budget_s)
     shared = {name: getattr(args, name) for name in ("batch_size", "device", "dtype", "threads", "chunk")}
@@ -317,6 +312,6 @@ def main(argv=None):
 if __name__ == "__main__":
     with main_error("bench/generate.py"):
         try:
-            sys.exit(main())
+            sys.exit(main(sys.argv[1:]))
         except KeyboardInterrupt:
             sys.exit("bench/generate.py: interrupted; nothing written")

@@ -16,7 +16,6 @@ leaves <stage>.json, with its machine, date, commit and how it ended, and <stage
 is 1 if any stage failed.
 """
 
-import argparse
 import importlib.util
 import math
 import os
@@ -26,13 +25,16 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import configurator  # noqa: E402
 from common.errors import ConfigError, main_error  # noqa: E402
+from configurator import Seconds  # noqa: E402
 from runtime.records import fields, read_json  # noqa: E402
 
 CALLS = {"correctness": ("environment", "build", "tests", "memcheck", "racecheck", "mamba_ssm", "fused"),
@@ -320,29 +322,16 @@ def check(folder):
 
 # ----------------------------------------------------------------------------------------------------------------- main
 
-def parse(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", help="folder for the records (results/gpu_<device>/; with --dry-run out/gpu_dry/)")
-    parser.add_argument("--budget_s", type=float, default=BUDGET_S, help="seconds per call (%(default)s)")
-    parser.add_argument("--stages", default=",".join(CALLS), help="comma-separated calls (%(default)s), or stages, "
-                        "which make one call")
-    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="tiny sizes on the CPU, as a test")
-    parser.add_argument("--check", type=Path, metavar="FOLDER", help="say whether these records can be sent in")
-    args = parser.parse_args(argv)
-    args.calls, alone = {}, []
-    known = [stage.name for stage in stages(Path(), False)]
-    for name in args.stages.split(","):
-        if name in CALLS:
-            args.calls[name] = CALLS[name]
-        elif name in known:
-            alone.append(name)
-        else:
-            parser.error(f"--stages={name}: no such call or stage; they are {', '.join([*CALLS, *known])}")
-    if alone:
-        args.calls["stages"] = alone
-    if not args.budget_s >= 1:
-        parser.error(f"--budget_s={args.budget_s:g}: must be at least 1")
-    return args
+STAGES = tuple(stage.name for stage in stages(Path(), False))
+
+
+@dataclass
+class Options:
+    out: Path = None  # folder for the records (results/gpu_<device>/; with --dry-run out/gpu_dry/)
+    budget_s: Seconds = BUDGET_S  # seconds per call
+    stages: tuple[Literal[(*CALLS, *STAGES)], ...] = tuple(CALLS)  # calls, or stages, which make one call
+    dry_run: bool = False  # tiny sizes on the CPU, as a test
+    check: Path = None  # a folder: say whether these records can be sent in
 
 
 def choose_folder(args):
@@ -362,8 +351,8 @@ def choose_folder(args):
     return ROOT / "results" / f"gpu_{device}"
 
 
-def main(argv=None):
-    args = parse(argv)
+def main(argv):
+    args = configurator.read(Options, argv, __doc__)
     if args.check:
         return check(args.check)
     out = choose_folder(args)
@@ -374,7 +363,10 @@ def main(argv=None):
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ] + ["/usr/local/cuda"]
     os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *(f"{home}/bin" for home in homes)])
     failed, done = 0, {}
-    for name, wanted in args.calls.items():
+    calls = {name: CALLS[name] for name in args.stages if name in CALLS}
+    if alone := [name for name in args.stages if name not in CALLS]:
+        calls["stages"] = alone
+    for name, wanted in calls.items():
         print(f"{name}: at most {args.budget_s:.0f} s")
         chosen = [stage for stage in stages(out, args.dry_run) if stage.name in wanted]
         failed += run_call(chosen, out, args.budget_s, args.dry_run, done)
@@ -384,4 +376,4 @@ def main(argv=None):
 
 if __name__ == "__main__":
     with main_error("bench/gpu.py"):
-        sys.exit(main())
+        sys.exit(main(sys.argv[1:]))

@@ -12,24 +12,25 @@ import gc
 import importlib
 import math
 import os
-import sys
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Annotated
 
 import torch
 
+from common.errors import ConfigError
+from common.files import temporary
+from configurator import Range
+from kernels import build
+from runtime import records
+from runtime.records import code_version
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from common.errors import ConfigError  # noqa: E402
-from common.files import temporary  # noqa: E402
-from kernels import build  # noqa: E402
-from runtime import records  # noqa: E402
-from runtime.records import code_version  # noqa: E402
-
 EPS = torch.finfo(torch.float32).eps
 TINY = 1e-15
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# The system refuses more, and OpenMP then ends the process.
+Threads = Annotated[int, Range(1, 16 * (os.cpu_count() or 1))]
 
 
 # ---------------------------------------------------------------------------------------------------- inputs and errors

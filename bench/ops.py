@@ -11,7 +11,6 @@
 --out=FILE takes the record, which is written after every row: a killed process leaves what it had.
 """
 
-import argparse
 import functools
 import json
 import os
@@ -21,16 +20,20 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import configurator  # noqa: E402
 from bench import measure, scan_cuda  # noqa: E402
 from bench.measure import DTYPES, LeftOut, imported, in_one_line, leaves, values_and_gradients  # noqa: E402
 from common.errors import ConfigError, main_error  # noqa: E402
+from configurator import Seconds  # noqa: E402
 from kernels import build as native  # noqa: E402
 from kernels import choose, cuda, launch, ops  # noqa: E402
 from runtime.records import read_json  # noqa: E402
@@ -288,13 +291,16 @@ def variants(run):
 FUNCTIONS = {f.__name__: f for f in (environment, build, small, profiled, convolution, loss, timed, variants)}
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("function", choices=FUNCTIONS)
-    parser.add_argument("--out", help="write the record to this JSON file")
-    parser.add_argument("--budget_s", type=float, default=600.0, help="seconds, for variants (%(default)g)")
-    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="tiny sizes on the CPU, as a test")
-    args = parser.parse_args(argv)
+@dataclass
+class Options:
+    function: Literal[tuple(FUNCTIONS)]  # what to run, see above
+    out: Path = None  # write the record to this JSON file
+    budget_s: Seconds = 600.0  # for variants
+    dry_run: bool = False  # tiny sizes on the CPU, as a test
+
+
+def main(argv):
+    args = configurator.read(Options, argv, __doc__)
     measure.check_out(args.out, dry_run=args.dry_run)
     if not args.dry_run and not torch.cuda.is_available():
         raise ConfigError("PyTorch sees no GPU (--dry-run tries the code on a CPU)")
@@ -305,4 +311,4 @@ def main(argv=None):
 
 if __name__ == "__main__":
     with main_error("bench/ops.py"):
-        main()
+        main(sys.argv[1:])

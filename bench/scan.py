@@ -12,13 +12,14 @@ The plain loop is slow for a reason that is easy to miss. Indexing x[:, t] makes
 at every step, which is quadratic in T. `longhorn_scan_ref` uses unbind instead, and is linear.
 """
 
-import argparse
 import functools
 import gc
 import math
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +27,11 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import measure  # noqa: E402
-from bench.measure import DTYPES, EPS, leaves, make_inputs  # noqa: E402
-from common.errors import main_error  # noqa: E402
+import configurator  # noqa: E402
+from bench import measure, scan_cuda  # noqa: E402
+from bench.measure import DTYPES, EPS, Threads, leaves, make_inputs  # noqa: E402
+from common.errors import ConfigError, main_error  # noqa: E402
+from configurator import Count, Seconds  # noqa: E402
 from kernels import build, choose  # noqa: E402
 from kernels.scan import longhorn_scan, longhorn_scan_ref  # noqa: E402
 
@@ -160,39 +163,33 @@ def print_memory(rows):
 
 # ----------------------------------------------------------------------------------------------------------------- main
 
-def parse(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--B", type=int, help="batch size (8; 1 with --memory; cuda: 64K tokens)")
-    parser.add_argument("--T", type=int, help="steps (256; 1024, 4096 and 16384 with --memory; cuda: 1024 to 32768)")
-    parser.add_argument("--D", type=int, help="channels (512; cuda: 1536 and 2048)")
-    parser.add_argument("--N", type=int, help="state size per channel (16; cuda: 16 and 64)")
-    parser.add_argument("--dtype", choices=DTYPES, help="dtype of x, dt, k, q, z (float32; cuda: bfloat16)")
-    parser.add_argument("--out", help="write the record to this JSON file")
-    parser.add_argument("--save", action="store_true", help="write the record to results/scan_cpu.json, "
-                        "results/scan_cpu_memory.json or results/scan_cuda.json")
-    cpu = parser.add_argument_group("with --device=cpu")
-    cpu.add_argument("--repeats", type=int, default=30, help="runs of the native kernels per round (%(default)s)")
-    cpu.add_argument("--slow_repeats", type=int, default=5, help="rounds, and runs of the loops (%(default)s)")
-    cpu.add_argument("--threads", type=int, help="threads of PyTorch and the kernels (PyTorch's choice)")
-    cpu.add_argument("--memory", action="store_true", help="measure memory instead of time")
-    gpu = parser.add_argument_group("with --device=cuda")
-    gpu.add_argument("--rounds", type=int, default=10, help="rounds of all contenders in turn (%(default)s)")
-    gpu.add_argument("--budget_s", type=float, default=math.inf, help="start no new shape after this many seconds")
-    gpu.add_argument("--without", default="", help="comma-separated contenders to leave out")
-    gpu.add_argument("--dry_run", action="store_true", help="run the same code on the CPU at tiny sizes, as a test")
-    args = parser.parse_args(argv)
-    measure.check_numbers(parser, args, "B", "T", "D", "N", "repeats", "slow_repeats", "threads", "rounds", "budget_s")
-    if args.memory and args.device == "cuda":
-        parser.error("--memory is for --device=cpu: with --device=cuda every time comes with the peak memory")
-    return args
+@dataclass
+class Options:
+    device: Literal["cpu", "cuda"] = "cpu"
+    B: Count = None  # batch size (8; 1 with --memory; cuda: 64K tokens)
+    T: Count = None  # steps (256; 1024, 4096 and 16384 with --memory; cuda: 1024 to 32768)
+    D: Count = None  # channels (512; cuda: 1536 and 2048)
+    N: Count = None  # state size per channel (16; cuda: 16 and 64)
+    dtype: Literal[tuple(DTYPES)] = None  # of x, dt, k, q, z (float32; cuda: bfloat16)
+    out: Path = None  # write the record to this JSON file
+    save: bool = False  # write the record to results/scan_cpu.json, scan_cpu_memory.json or scan_cuda.json
+    # --- with --device=cpu
+    repeats: Count = 30  # runs of the native kernels per round
+    slow_repeats: Count = 5  # rounds, and runs of the loops
+    threads: Threads = None  # threads of PyTorch and the kernels (PyTorch's choice)
+    memory: bool = False  # measure memory instead of time
+    # --- with --device=cuda
+    rounds: Count = 10  # rounds of all contenders in turn
+    budget_s: Seconds = math.inf  # start no new shape after this many seconds
+    without: tuple[Literal[tuple(scan_cuda.CONTENDERS)], ...] = ()  # contenders to leave out
+    dry_run: bool = False  # run the same code on the CPU at tiny sizes, as a test
 
 
-def main(argv=None):
-    args = parse(argv)
+def main(argv):
+    args = configurator.read(Options, argv, __doc__)
     if args.device == "cuda":
-        from bench import scan_cuda
-
+        if args.memory:
+            raise ConfigError("--memory is for --device=cpu: with --device=cuda every time comes with the peak memory")
         return scan_cuda.main(args)
     B, D, N, dtype = args.B or (1 if args.memory else 8), args.D or 512, args.N or 16, DTYPES[args.dtype or "float32"]
     if args.threads:
@@ -224,4 +221,4 @@ def main(argv=None):
 
 if __name__ == "__main__":
     with main_error("bench/scan.py"):
-        sys.exit(main())
+        sys.exit(main(sys.argv[1:]))

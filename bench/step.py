@@ -18,7 +18,6 @@ One of our layers has two residual branches, so 4 layers of Mamba are 8 in trans
 figures count each as a layer. The peers get 8 here, and so the same number of parameters.
 """
 
-import argparse
 import contextlib
 import io
 import math
@@ -26,7 +25,9 @@ import multiprocessing
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -35,9 +36,11 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import configurator  # noqa: E402
 from bench import measure  # noqa: E402
-from bench.measure import DTYPES, LeftOut, imported, in_one_line, or_dash  # noqa: E402
-from common.errors import main_error  # noqa: E402
+from bench.measure import DTYPES, LeftOut, Threads, imported, in_one_line, or_dash  # noqa: E402
+from common.errors import ConfigError, main_error  # noqa: E402
+from configurator import Count, Seconds  # noqa: E402
 from inspection.counting import flops_per_token  # noqa: E402
 from model import FAMILIES, LM, ModelConfig  # noqa: E402
 from optim import build_optimizers  # noqa: E402
@@ -403,59 +406,54 @@ def finish(out, record):
 
 # ----------------------------------------------------------------------------------------------------------------- main
 
-def add_options(parser, budget_s, **shape):
-    """Add the options shared with bench/generate.py; `shape` overrides the defaults in SHAPE."""
-    parser.add_argument("--families", default="all", help=f"all, or a comma-separated list of {', '.join(FAMILIES)}")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of matrix products (float32; cuda: bfloat16)")
-    parser.add_argument("--size", choices=SIZES, default="", help="one of the paper's sizes, instead of this shape:")
-    for name, value in SHAPE.items():
-        paper = SIZES["120M"] | PAPER
-        words = f"({shape[name]})" if name in shape else f"({value}; with --size=120M: {paper[name]})"
-        parser.add_argument(f"--{name}", type=int, default=shape.get(name), help=words)
-    parser.add_argument("--backend", default="", choices=("torch", "cpu", "cuda", "fused"), help="(the fastest)")
-    parser.add_argument("--threads", type=int, help="threads of PyTorch and the kernels (PyTorch's choice)")
-    parser.add_argument("--budget_s", type=float, default=budget_s, help="seconds per family (%(default)g)")
-    parser.add_argument("--out", help="write the record to this JSON file")
-    parser.add_argument("--save", action="store_true", help="write the record to results/, named by device and size")
+@dataclass
+class Shared:
+    """Options of bench/step.py and bench/generate.py."""
+
+    families: tuple[Literal[("all", *FAMILIES)], ...] = ("all",)
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "bfloat16"] = None  # of matrix products (float32; cuda: bfloat16)
+    size: Literal[tuple(SIZES)] = ""  # one of the paper's sizes, instead of this shape:
+    n_layer: Count = None  # (4; with --size=120M: 12)
+    n_embd: Count = None  # (256; 768)
+    n_head: Count = None  # (4; 12)
+    block_size: Count = None  # (512; 1024)
+    vocab_size: Count = None  # (256; 50304)
+    batch_size: Count = None  # (4; 8)
+    backend: Literal["torch", "cpu", "cuda", "fused"] = ""  # (the fastest)
+    threads: Threads = None  # threads of PyTorch and the kernels (PyTorch's choice)
+    budget_s: Seconds = 60.0  # seconds per family
+    out: Path = None  # write the record to this JSON file
+    save: bool = False  # write the record to results/, named by device and size
 
 
-def settle(parser, args, least_one):
-    """Fill in missing options; exits with one line for invalid ones. least_one: options that must be 1 or more."""
-    sizes = SHAPE | (SIZES[args.size] | PAPER if args.size else {})
-    for name in SHAPE:
-        if args.save and not args.out and getattr(args, name) != parser.get_default(name):
-            parser.error(f"--save with --{name}: results/ is for the named sizes only; choose a file with --out")
-    for name, value in sizes.items():
+@dataclass
+class Options(Shared):
+    compile: bool = False  # torch.compile our models; the peers run as published
+    kernels: bool = False  # also show where the time of a step goes
+    with_peers: bool = False  # also time other projects' models of the same shape
+    rounds: Count = 10  # turns per model
+
+
+def read(options_class, argv, doc):
+    """The options on the command line, missing ones filled in. Raises ConfigError."""
+    args = configurator.read(options_class, argv, doc)
+    for name, value in (SHAPE | (SIZES[args.size] | PAPER if args.size else {})).items():
+        if args.save and not args.out and name in args.overrides:
+            raise ConfigError(f"--save with --{name}: results/ is for the named sizes only; choose a file with --out")
         if getattr(args, name) is None:
             setattr(args, name, value)
-    names = FAMILIES if args.families == "all" else args.families.split(",")
-    args.families = list(dict.fromkeys(names))
-    for family in args.families:
-        if family not in FAMILIES:
-            parser.error(f"--families={family}: no such family; they are {', '.join(FAMILIES)}, or all")
-    if args.dtype is None:
-        args.dtype = "bfloat16" if args.device == "cuda" else "float32"
-    if args.threads is None:
-        args.threads = torch.get_num_threads()
-    measure.check_numbers(parser, args, *SHAPE, "threads", "budget_s", *least_one)
+    if "all" in args.families:
+        args.families = tuple(FAMILIES)
+    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    args.threads = args.threads or torch.get_num_threads()
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device=cuda: PyTorch sees no GPU; use --device=cpu")
+        raise ConfigError("--device=cuda: PyTorch sees no GPU; use --device=cpu")
     return args
 
 
-def parse(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, 60.0)
-    parser.add_argument("--compile", action="store_true", help="torch.compile our models; the peers run as published")
-    parser.add_argument("--kernels", action="store_true", help="also show where the time of a step goes")
-    parser.add_argument("--with_peers", action="store_true", help="also time other projects' models of the same shape")
-    parser.add_argument("--rounds", type=int, default=10, help="turns per model (%(default)s)")
-    return settle(parser, parser.parse_args(argv), ["rounds"])
-
-
-def main(argv=None):
-    args = parse(argv)
+def main(argv):
+    args = read(Options, argv, __doc__)
     out, record = start(args, "step", rounds=args.rounds, budget_seconds=args.budget_s)
     shared = {name: getattr(args, name) for name in ("batch_size", "device", "dtype", "threads")}
     specs = []
@@ -480,6 +478,6 @@ def main(argv=None):
 if __name__ == "__main__":
     with main_error("bench/step.py"):
         try:
-            sys.exit(main())
+            sys.exit(main(sys.argv[1:]))
         except KeyboardInterrupt:
             sys.exit("bench/step.py: interrupted; the record, if any, has the rounds that ended")

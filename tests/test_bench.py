@@ -284,16 +284,8 @@ UNCOMMITTED = "results/ is for records of a commit, and this tree has uncommitte
         (objectives.main, "--save"), (gpu.main, "--out=results/gpu_x"),
         (extrapolation.Extrapolation.main, "run --preset=laptop --save"))),
     (scan.main, "--device=cuda --dry_run --save", "a dry run measures nothing"),
-    (scan.main, "--device=cuda --dry_run --without=rnn", "--without=rnn: no such contender; they are longhorn_scan"),
     (gpu.main, "--check=never", "never: no such folder"),
-    (gpu.main, "--out=never", "sees no GPU here; nothing was run and nothing written"),
-    (scan.parse, "--rounds=0", "--rounds=0: must be at least 1"),
-    (gpu.parse, "--stages=tests,magic", "--stages=magic: no such call or stage"),
-    (gpu.parse, "--budget_s=nan", "--budget_s=nan: must be at least 1"),
-    (step.parse, "--families=llama,rnn", "--families=rnn: no such family; they are longhorn, mamba"),
-    (step.parse, "--save --n_embd=64", "--save with --n_embd: results/ is for the named sizes only"),
-    (generate.parse, "--contexts=1K", "--contexts=1K: must be whole numbers"),
-    (generate.parse, "--new_tokens=0", "--new_tokens=0: must be at least 1")])
+    (gpu.main, "--out=never", "sees no GPU here; nothing was run and nothing written")])
 def test_refusals(call, argument, words, capsys, monkeypatch):
     monkeypatch.setattr(measure, "code_version", lambda: {"uncommitted_changes": True})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: words == UNCOMMITTED)

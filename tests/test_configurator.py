@@ -210,6 +210,23 @@ data/openwebtext/prepare.py c4                   unexpected argument 'c4'
 data/tokens/cluster.py --tasks=0                 tasks 0 must be at least 1
 data/tokens/cluster.py --workers=0               workers 0 must be at least 1
 data/tokens/cluster.py --cluster=lsf             expected one of slurm, ray
+bench/scan.py --rounds=0                         rounds 0 must be at least 1
+bench/scan.py --threads=1000000                  threads 1000000 must be at most
+bench/scan.py --dtype=float64                    expected one of float32, bfloat16, float16
+bench/scan.py --device=cuda --memory             --memory is for --device=cpu
+bench/scan.py --without=rnn                      --without=rnn: expected one of longhorn_scan, selective_scan, mamba_ssm
+bench/gpu.py --stages=tests,magic                --stages=magic: expected one of correctness, speed, training, environ
+bench/gpu.py --budget_s=nan                      budget_s=nan: expected a finite number
+bench/gpu.py --budget_s=0.5                      budget_s 0.5 must be at least 1
+bench/ops.py                                     give the function: what to run, see above
+bench/ops.py lost                                function lost: expected one of
+bench/step.py --families=llama,rnn               --families=rnn: expected one of all, longhorn, mamba
+bench/step.py --size=1B                          expected one of 120M, 350M
+bench/step.py --save --n_embd 64                 --save with --n_embd: results/ is for the named sizes only
+bench/generate.py --contexts=1K                  --contexts=1K: expected a whole number
+bench/generate.py --contexts=64,0                contexts 0 must be at least 1
+bench/generate.py --new-tokens=0                 new_tokens 0 must be at least 1
+tools/parameters.py 120M                         unexpected argument '120M'
 experiments/recall/cell.py --epochs=0            epochs 0 must be at least 1
 experiments/recall/cell.py --max_iters=-1        max_iters -1 must be at least 0
 experiments/vision/classify.py --drop_path=1     drop_path 1.0 must be at most 0.99

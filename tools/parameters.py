@@ -4,9 +4,9 @@ config/, next to the counts in the paper's Table 1.
     python tools/parameters.py
 """
 
-import argparse
 import itertools
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import configurator  # noqa: E402
 import families  # noqa: E402, F401
+from common.errors import main_error  # noqa: E402
 from inspection import counting  # noqa: E402
 from model import FAMILIES, LM, ModelConfig  # noqa: E402
 from train import TrainConfig  # noqa: E402
@@ -38,8 +39,13 @@ def config_settings(family, size):
     return {name: getattr(config, name) for name in ("n_head", "mlp_multiple", "d_state", "window")}
 
 
-def main(argv=None):
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
+@dataclass
+class Options:
+    """None."""
+
+
+def main(argv):
+    configurator.read(Options, argv, __doc__)
     print("family          size    parameters   Table 1    off  FLOPs/token  state at 1024")
     for family, (size, shape) in itertools.product(FAMILIES, (SIZES | LARGE).items()):
         with torch.device("meta"):
@@ -51,4 +57,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    with main_error("tools/parameters.py"):
+        main(sys.argv[1:])
