@@ -55,7 +55,7 @@ from data.tokenizer import Text
 from model import LM, ModelConfig, round_up
 from runtime import checkpoint
 from runtime.folder import lock_run_dir
-from runtime.records import NATIVE_SOURCES, BadRecord, code_since, fields, is_of_run, write_json
+from runtime.records import NATIVE_SOURCES, BadRecord, fields, write_json
 from runtime.records import read_json as read_record
 
 
@@ -720,13 +720,13 @@ def code_of(out_dir, meta):
     try:
         with fields():
             record = read_record(Path(out_dir) / "config.json")
-            if not is_of_run(record, meta.get("code_versions")):
+            if not sample.is_of_run(record, meta.get("code_versions")):
                 raise BadRecord("another run's")
             ran_in = record["environment"]
             code = f"commit {ran_in['commit']}, {ran_in['code']}"
             if ran_in["uncommitted_changes"]:
                 code += ", with uncommitted changes"
-            if code_since(out_dir):
+            if sample.code_since(out_dir):
                 code += "; changed between training and export"
             return code
     except BadRecord:

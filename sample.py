@@ -12,6 +12,7 @@ if __name__ == "__main__":  # Ctrl-C during PyTorch's import ends the process wi
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -28,8 +29,13 @@ from common import errors
 from configurator import Count, NotNegative, Range, Whole
 from data.tokenizer import Text
 from model import LM, ModelConfig, check_tokens
-from runtime import checkpoint, distributed, records
+from runtime import checkpoint, distributed
 from runtime.distributed import named_device
+from runtime.records import BadRecord, changed_files, code_identity, fields, read_json
+
+# Changes in these do not change what a trained model computes.
+MACHINERY = ("train.py", "optim.py", "configurator.py", "initialisation.py", "common/", "inspection/", "runtime/",
+             "evaluation/")
 
 
 @dataclass
@@ -70,10 +76,35 @@ def load_model(folder, device="cpu"):
             raise ValueError(wrong)
         lm = LM(sizes)
         lm.load_state_dict(weights)
-    changed = records.code_since(folder, meta.get("code_versions"))
+    changed = code_since(folder, meta.get("code_versions"))
     if changed and distributed.rank() == 0:
         print(changed, file=sys.stderr)
     return lm.to(device).eval(), meta
+
+
+def code_since(folder, versions=None):
+    """A line if what computes the model has changed since the run in `folder` was trained, with the way back; "" if
+    not, or if its config.json does not say. Another line if that is another run's (see is_of_run)."""
+    with contextlib.suppress(BadRecord), fields():
+        record = read_json(Path(folder) / "config.json")
+        ran_in = record["environment"]
+        if not is_of_run(record, versions):
+            return (f"{folder}/config.json is not of this checkpoint: it names code {ran_in['code']}, the checkpoint "
+                    f"{', then '.join(versions)}; so this may be another model")
+        changed = changed_files(ran_in["code_files"], code_identity()["code_files"])
+        changed = [path for path in changed if not path.startswith(MACHINERY)]
+        back = f"go back with git checkout {ran_in['commit']}" if ran_in["commit"] else "its commit is not recorded"
+        edited = " (it had uncommitted changes)" if ran_in["uncommitted_changes"] else ""
+        if changed:
+            return (f"the code has changed since {folder} was trained ({', '.join(changed)}), so this may be another "
+                    f"model: {back}{edited}")
+    return ""
+
+
+def is_of_run(record, versions):
+    """False if a config.json is another run's than the checkpoint with these versions of the code (None: not known).
+    It may have more of them, if the run was resumed in other code and has not saved since."""
+    return not versions or record["code_versions"][:len(versions)] == versions
 
 
 def sizes_of(settings):

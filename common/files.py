@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import functools
 import glob
 import os
@@ -46,15 +47,12 @@ def _follow_no_link(name, flags):
 def _lock(lock, folder):
     """Lock the open file `lock` and return ""; or, if it is locked, its holder."""
     try:
-        import fcntl  # not on Windows
-
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
         return lock.read(200) or "another process"
-    except (ImportError, OSError) as error:  # some network file systems have no locks
-        why = getattr(error, "strerror", None) or error
-        print(f"{folder} cannot be locked ({why}): make sure that nothing else writes there", flush=True)
+    except OSError as error:  # some network file systems have no locks
+        print(f"{folder} cannot be locked ({error.strerror}): make sure that nothing else writes there", flush=True)
     return ""
 
 

@@ -8,13 +8,15 @@ Pillow decodes and crops images in threads, one step ahead. RandAugment, mixup, 
 run on the model's device, with one draw per micro-batch. The images of step s and their crops depend only on (seed, s).
 """
 
+import contextlib
 import functools
 import hashlib
 import itertools
 import math
 import os
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,11 +27,12 @@ from PIL import Image
 
 from common.errors import ConfigError, regular
 from data.prepared import DataError
-from runtime.signals import wait_for
+from runtime.signals import Signals
 
 LAYOUT = "an image folder has train/CLASS/*.jpg and val/CLASS/*.jpg"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's red, green and blue; grey images use 0.5
 READ_WHOLE, PIECE = 1 << 30, 4096  # see contents
+GRACE_SECONDS = 10.0  # for images to come after a signal
 RAND_AUGMENT_GROUP = 16  # images that share RandAugment's operations, which kornia draws once per call
 
 
@@ -266,6 +269,18 @@ class ImageData:
     def pixels(self, asked):
         """float32 (n, channels, size, size) in 0 .. 1, from futures of images."""
         return torch.from_numpy(np.stack([wait_for(f) for f in asked])).to(self.device).float() / 255
+
+
+def wait_for(future):
+    """future.result(). If a file system hangs, it never comes: then the process ends GRACE_SECONDS after a signal, with
+    exit code 75 and without saving."""
+    while not future.done() and not wait([future], timeout=1).done:
+        if Signals.asked_at and time.monotonic() - Signals.asked_at > GRACE_SECONDS:
+            with contextlib.suppress(OSError):
+                os.write(2, b"stopped while waiting for data: nothing saved since the last checkpoint; continue from "
+                            b"it with --resume=auto\n")
+            os._exit(75)  # sys.exit would wait for the thread that reads
+    return future.result()
 
 
 def normalise(x):

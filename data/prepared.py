@@ -90,12 +90,11 @@ class Tokens:
         for path, entry in files:
             self._check_size(path, entry["tokens"] * dtype.itemsize)
         path = files[0][0] if len(files) == 1 else self.folder
-        if n_tokens == 0:
-            raise DataError(f"{path} is empty: prepare more data ({_prepare_command(self.folder, '--force')})")
-        if block_size is not None and n_tokens < block_size + 1:
+        needed = (block_size or 0) + 1
+        if n_tokens < needed:
             raise DataError(
-                f"block_size {block_size} is longer than {split}.bin ({n_tokens:,} tokens; a window needs block_size + "
-                "1): choose a smaller block or prepare more data"
+                f"{path} has {n_tokens:,} tokens, and a window of block_size + 1 needs {needed:,}: choose a smaller "
+                f"block_size, or prepare more data ({_prepare_command(self.folder, '--force')})"
             )
         if "shards" in recorded:
             tokens = Shards(self.folder, [path for path, _ in files], [entry["tokens"] for _, entry in files], dtype)

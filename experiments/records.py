@@ -14,6 +14,7 @@ the code, if the changes are known to be harmless.
 import importlib.util
 import json
 import math
+import os
 from collections import Counter, namedtuple
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import numpy as np
 from common.errors import ConfigError
 from common.files import replacing
 from experiments.sweeps import runner
-from runtime.records import BadRecord, fields, finished_records, read_json, read_log
+from runtime.records import BadRecord, fields, read_json, read_log
 
 # What identifies a run within its sweep, as named in the plan; SETTING has other names in config.json
 PLACE = {"scaling": ("model", "size", "stage", "seed", "learning_rate", "steps", "from"),
@@ -201,7 +202,29 @@ def about_code(version, runs, used, environments, first):
 def read_run(folder, at):
     """The row of a run of a scaling sweep. Raises BadRecord if a file is missing or damaged, or contradicts another
     file or `at`, the run's place in the plan."""
-    return checked("scaling", Path(folder).name, at, Records(*finished_records(folder), read_log(folder, "eval")))
+    return checked("scaling", Path(folder).name, at, finished_records(Path(folder)))
+
+
+def finished_records(folder):
+    """A run's Records. Raises BadRecord if the run is not finished or one is damaged."""
+    if not os.path.lexists(folder / "result.json"):
+        raise BadRecord(why_unfinished(folder))
+    return Records(read_json(folder / "result.json"), read_json(folder / "config.json"), read_log(folder, "eval"))
+
+
+def why_unfinished(folder):
+    """In words, how far a run without a result came. Raises BadRecord."""
+    events = read_log(folder)
+    if not events:
+        return "not run"
+    last = events[-1]["step"]
+    skipped = {event["step"] for event in events if event.get("event") == "skipped"}
+    if skipped:
+        with fields():
+            most = read_json(folder / "config.json")["config"]["max_bad_steps"]
+            if skipped.issuperset(range(last - most + 1, last + 1)):
+                return f"it diverged: loss or gradient not finite up to step {last}"
+    return f"not finished (step {last})"
 
 
 def checked(kind, name, at, records, accept_code=()):
@@ -364,7 +387,7 @@ def load(source):
     plan = runner.read_plan(source)
     for name in plan["cells"]:
         try:
-            records[name] = Records(*finished_records(source / name), read_log(source / name, "eval"))
+            records[name] = finished_records(source / name)
         except BadRecord as reason:
             records[name] = reason
     return plan, records

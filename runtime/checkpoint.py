@@ -163,14 +163,6 @@ def _earlier(folder):
     return sorted(found, reverse=True)
 
 
-def steps(folder):
-    """{step: path} of all checkpoints in a run's folder, except the best. They may be damaged: `load` checks that."""
-    paths, newest = dict(_earlier(folder)), Path(folder) / NEWEST
-    with contextlib.suppress(CheckpointError, ValueError, LookupError, TypeError):
-        paths[json.loads(_in_header(newest, "meta"))["step"] + 0] = newest
-    return paths
-
-
 def candidates(folder):
     """The checkpoints that a run can resume from, in order: the newest, the earlier ones, the one with lowest loss."""
     folder = Path(folder)
@@ -180,11 +172,19 @@ def candidates(folder):
     return [path for path in paths if path.exists()]
 
 
+def steps(folder):
+    """{step: path} of a run's checkpoints, the best only where no other is of its step. They may be damaged: `load`
+    checks that."""
+    paths = {}
+    for path in candidates(folder):
+        with contextlib.suppress(CheckpointError, ValueError, LookupError, TypeError):
+            paths.setdefault(json.loads(_in_header(path, "meta"))["step"] + 0, path)
+    return paths
+
+
 def last_good(folder, step):
     """A phrase that names the last checkpoint from before `step`, the first whose next loss was not finite."""
-    paths, best = steps(folder), Path(folder) / BEST
-    with contextlib.suppress(CheckpointError):
-        paths.setdefault(load(best, prefix="no tensor")[1]["step"], best)
+    paths = steps(folder)
     good = [saved for saved in paths if saved < step]
     if good:
         return f"the last good checkpoint is {paths[max(good)]}, step {max(good)}"
@@ -329,17 +329,15 @@ def fitting(path):
 def misfit(weights, model):
     """A line about the first tensor of a state_dict that does not fit the model; None if all fit. What get_extra_state
     returns may be anything, and of any shape."""
-    expected = model.state_dict()
-    for name in {**expected, **weights}:
-        saved, wanted = _shape(weights, name), _shape(expected, name)
-        if saved != wanted:
-            return f"{name} is {saved} in the checkpoint, {wanted} in the model"
+    saved, expected = _shapes(weights), _shapes(model.state_dict())
+    for name in {**expected, **saved}:
+        before, now = saved.get(name, "missing"), expected.get(name, "missing")
+        if before != now:
+            return f"{name} is {before} in the checkpoint, {now} in the model"
 
 
-def _shape(state, name):
-    if name not in state:
-        return "missing"
-    return "any" if "_extra_state" in name else str(tuple(state[name].shape))
+def _shapes(state):
+    return {name: tuple(t.shape) for name, t in state.items() if "_extra_state" not in name}
 
 
 def rng_state():

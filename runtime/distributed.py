@@ -72,11 +72,8 @@ def world_size():
 
 def named_device(name):
     """The torch.device of "auto", "cpu", "cuda" (this process's) or "cuda:1". Raises ConfigError if it is not there."""
-    has_gpu = torch.cuda.is_available()
     if name == "auto":
-        name = "cuda" if has_gpu else "cpu"
-    if name.startswith("cuda") and not has_gpu:
-        raise ConfigError(f"device {name}: PyTorch sees no GPU; use --device=cpu, or install a CUDA build of torch")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
         name = f"cuda:{env_int('LOCAL_RANK', 0)}"
     try:
@@ -84,8 +81,9 @@ def named_device(name):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         torch.zeros(1, device=device).item()  # "meta" is a known device, but holds no numbers
-    except (RuntimeError, AssertionError, ValueError, ImportError):
-        raise ConfigError(f"device {name!r} is unknown or missing: use cpu, cuda, cuda:1 ...") from None
+    except (RuntimeError, AssertionError, ValueError, ImportError, AttributeError):
+        raise ConfigError(f"device {name!r} is unknown or missing: use --device=cpu; cuda, cuda:1 ... need a GPU "
+                          "and a CUDA build of torch") from None
     return device
 
 
@@ -97,10 +95,8 @@ def open_device(config):
     device, world = named_device(config.device), env_int("WORLD_SIZE", 1, least=1)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    elif getattr(config, "parallel", "ddp") == "ddp":
-        keep_freed_memory()
-    elif platform.libc_ver()[0] == "glibc":  # shards: return gathered layers, many per step, to the OS
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
+    else:
+        keep_freed_memory(getattr(config, "parallel", "ddp") == "ddp")
     if world > 1:
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             per_process = (os.cpu_count() or 1) // env_int("LOCAL_WORLD_SIZE", world, least=1)
@@ -135,12 +131,16 @@ def pick_dtype(name, device):
     return torch.float32
 
 
-def keep_freed_memory():
-    """Keep freed activations in the process: returned to the OS, they cost a page fault per 4 KB in every step."""
-    if platform.libc_ver()[0] == "glibc":
-        mallopt = ctypes.CDLL(None).mallopt
-        if mallopt(M_MMAP_THRESHOLD, 1 << 30) or mallopt(M_MMAP_THRESHOLD, 1 << 25):  # the limit before 2.35
-            mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+def keep_freed_memory(keep=True):
+    """Keep freed activations in the process: returned to the OS, they cost a page fault per 4 KB in every step. Or
+    not, with shards: layers are gathered many times per step."""
+    if platform.libc_ver()[0] != "glibc":
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    if not keep:
+        mallopt(M_MMAP_THRESHOLD, 1 << 18)
+    elif mallopt(M_MMAP_THRESHOLD, 1 << 30) or mallopt(M_MMAP_THRESHOLD, 1 << 25):  # the limit before 2.35
+        mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def join(backend, wait):

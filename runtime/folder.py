@@ -222,7 +222,7 @@ class Folder:
         if not self.continues:
             self.progress.wandb_id = None  # a branch is a run of its own
         before, now = meta["config"], self.settings
-        if not self.continues or any(before.get(key) != now[key] for key in COMPARED_OVER if key in now):
+        if not self.continues or any(before.get(key) != now.get(key) for key in COMPARED_OVER):
             self.progress.best_val_loss, meta["best"] = math.inf, None
         current, cut = self.model.state_dict(), distributed.cut_like
         self.model.load_state_dict({name: cut(t, current.get(name)) for name, t in state["model"].items()})
@@ -249,18 +249,20 @@ class Folder:
         best = meta["best_val_loss"] if math.isfinite(meta["best_val_loss"]) else None
         ours = {"steps": meta["step"], "seed": meta["config"]["seed"], "best_val_loss": best,
                 "code": meta["code_versions"][-1]}
-        with contextlib.suppress(records.BadRecord):
-            return ours.items() <= records.read_json(self.out / "result.json").items()
-        return False
+        return ours.items() <= self.record("result.json").items()
 
     def began_before(self):
         """True if out_dir holds records of this same run, killed before its first checkpoint. It then starts over."""
         if self.config.resume != "auto" or (self.out / "result.json").exists():
             return False
-        with contextlib.suppress(records.BadRecord), records.fields():
-            config = records.read_json(self.out / "config.json")["config"]
-            return {**config, "resume": ""} == {**self.settings, "resume": ""}
-        return False
+        config = self.record("config.json").get("config")
+        return isinstance(config, dict) and {**config, "resume": ""} == {**self.settings, "resume": ""}
+
+    def record(self, name):
+        """A record in out_dir; empty if it is missing or damaged."""
+        with contextlib.suppress(records.BadRecord):
+            return records.read_json(self.out / name)
+        return {}
 
     # ------------------------------------------------------------------------------------------------------- records
 
@@ -286,21 +288,16 @@ class Folder:
             found.notes.append(f"the code was {versions[-1]}, is {code}: config.json names both")
         if versions[-1:] != [code]:
             versions.append(code)
+        began = self.record("config.json").get("time") if found.step > 0 else None  # a branch has no config.json yet
+        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         about_data = {key: value for key, value in self.data.meta.items() if key != "table"}  # long; in checkpoints
         records.write_json(self.out / "config.json", {
             "config": self.settings, "derived": found.derived, "environment": found.environment,
-            "code_versions": versions, "time": self.began(found.step),
+            "code_versions": versions, "time": began or now,
             "data": {**about_data, "identity": self.data.identity}})
         self.log = found.log = records.Log(self.out, found.step, meta.get("log_crc32"))
         if self.log.damage:
             found.notes.append(self.log.damage)
-
-    def began(self, step):
-        """When the run began, as text; a branch, which has no config.json yet, begins now."""
-        if step > 0:
-            with contextlib.suppress(records.BadRecord, LookupError):
-                return records.read_json(self.out / "config.json")["time"]
-        return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
 
     # -------------------------------------------------------------------------------------------------------- saving
 

@@ -3,6 +3,7 @@
     python runtime/loss_curve.py out/longhorn_bpe
 """
 
+import argparse
 import gc
 import math
 import sys
@@ -91,13 +92,11 @@ def save_figure(figure, path, **how):
 
 
 if __name__ == "__main__":
-    if "--help" in sys.argv or "-h" in sys.argv:
-        print(__doc__.strip())
-        sys.exit(0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="of a run")
+    folder = parser.parse_args().folder
     with main_error("loss_curve.py"):
-        if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-            raise ConfigError("give one run's folder: python runtime/loss_curve.py out/longhorn_bpe")
-        path = draw_loss(sys.argv[1])
+        path = draw_loss(folder)
         if path is None:
-            raise ConfigError(f"{sys.argv[1]} has no log.jsonl with losses to plot: give a run's folder")
+            raise ConfigError(f"{folder} has no log.jsonl with losses to plot: give a run's folder")
         print(path)

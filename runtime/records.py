@@ -14,7 +14,6 @@ then keeps the old file as log-damaged-1.jsonl.
 
 import contextlib
 import errno
-import functools
 import hashlib
 import itertools
 import json
@@ -28,6 +27,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from types import ModuleType
 
 from common.errors import ConfigError, regular
 from common.files import replacing
@@ -40,10 +40,8 @@ NO_TRACE = ("runtime/loss_curve.py", "tests/", "tools/", "bench/", "sample.py", 
             "experiments/pages.py", "experiments/sweeps/", "experiments/recall/mqar.py", "experiments/recall/report.py",
             "experiments/vision/sweep.py", "experiments/vision/report.py",
             "experiments/extrapolation.py", "experiments/extrapolation_report.py", "experiments/objectives.py")
-# Changes in these do not change what a trained model computes.
-MACHINERY = ("train.py", "optim.py", "configurator.py", "initialisation.py", "common/", "inspection/", "runtime/",
-             "evaluation/")
 NATIVE_SOURCES = ("longhorn_scan.cu", "kernels/conv_norm.cu", "kernels/lanes.h")
+STANDARD_LIBRARY = os.path.dirname(os.__file__)
 files_at_start = {}  # code_files when `distributed.launch` began, right after the imports
 
 
@@ -81,29 +79,6 @@ def fields(subject="its records"):
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise BadRecord(f"{subject} {'lack' if isinstance(error, KeyError) else 'are damaged:'} {error}") from None
-
-
-def finished_records(folder):
-    """A run's result.json and config.json, as dicts. Raises BadRecord if the run is not finished or one is damaged."""
-    result, config = (Path(folder) / name for name in ("result.json", "config.json"))
-    if not os.path.lexists(result):
-        raise BadRecord(why_unfinished(folder))
-    return read_json(result), read_json(config)
-
-
-def why_unfinished(folder):
-    """In words, how far a run without a result came. Raises BadRecord."""
-    events = read_log(folder)
-    if not events:
-        return "not run"
-    last = events[-1]["step"]
-    skipped = {event["step"] for event in events if event.get("event") == "skipped"}
-    if skipped:
-        with fields():
-            most = read_json(Path(folder) / "config.json")["config"]["max_bad_steps"]
-            if skipped.issuperset(range(last - most + 1, last + 1)):
-                return f"it diverged: loss or gradient not finite up to step {last}"
-    return f"not finished (step {last})"
 
 
 def is_finished(folder):
@@ -236,14 +211,21 @@ class Log:
             del self.unwritten[0]
 
 
-@functools.cache
-def _in_project(folder):  # cached: a process has a thousand modules in a hundred folders
-    """Where a folder of code lies in the repository: paths relative to its root, as it is named and, if it is a link,
-    as its target is. None outside the repository, and none for installed packages."""
+def loaded_files():
+    """Paths, relative to the repository's root, of its files that this process has imported: as they are named and, of
+    a link, the target too. None of installed packages."""
     root = Path(__file__).resolve().parents[1]
-    folders = Path(os.path.abspath(folder)), Path(folder).resolve()
-    paths = {path.relative_to(root) for path in folders if path.is_relative_to(root)}
-    return [path for path in paths if "site-packages" not in path.parts and not re.match(r"\.[^/]", str(path))]
+    found = set()
+    for module in list(sys.modules.values()):
+        # plain getattr() would import what a lazy module stands for, such as all of transformers
+        file = isinstance(module, ModuleType) and object.__getattribute__(module, "__dict__").get("__file__") or ""
+        if not file.endswith(".py") or "site-packages" in file or file.startswith(STANDARD_LIBRARY):
+            continue
+        for path in (os.path.abspath(file), os.path.realpath(file)):
+            name = os.path.relpath(path, root)
+            if name[0] != ".":  # neither outside nor hidden
+                found.add(name)
+    return found
 
 
 def code_identity():
@@ -253,16 +235,10 @@ def code_identity():
     the native sources, except NO_TRACE and empty files. An edited README or plot, or another commit with the same
     sources, keeps the identity; an edited mixer changes it.
     """
-    root, current = Path(__file__).resolve().parents[1], os.getcwd()
-    paths = set(NATIVE_SOURCES)
-    paths.update(path.relative_to(root).as_posix() for path in (root / "kernels").glob("*.h"))
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None) or ""
-        if file.endswith(".py"):
-            folder, name = os.path.split(os.path.join(current, file))
-            paths.update((path / name).as_posix() for path in _in_project(folder))
+    root = Path(__file__).resolve().parents[1]
+    headers = (f"kernels/{path.name}" for path in (root / "kernels").glob("*.h"))
     files = {}
-    for name in sorted(paths):
+    for name in sorted(loaded_files().union(NATIVE_SOURCES, headers)):
         if not name.startswith(NO_TRACE) and (root / name).exists():  # PyTorch names some that do not
             content = (root / name).read_bytes()
             if content:
@@ -274,31 +250,6 @@ def code_identity():
 def changed_files(before, now):
     """Files {path: hash} that both versions of the code have and that differ."""
     return sorted(path for path in before.keys() & now.keys() if before[path] != now[path])
-
-
-def is_of_run(record, versions):
-    """False if a config.json is another run's than the checkpoint with these versions of the code (None: not known).
-    It may have more of them, if the run was resumed in other code and has not saved since."""
-    return not versions or record["code_versions"][:len(versions)] == versions
-
-
-def code_since(folder, versions=None):
-    """A line if what computes the model has changed since the run in `folder` was trained, with the way back; "" if
-    not, or if its config.json does not say. Another line if that is another run's (see is_of_run)."""
-    with contextlib.suppress(BadRecord), fields():
-        record = read_json(Path(folder) / "config.json")
-        ran_in = record["environment"]
-        if not is_of_run(record, versions):
-            return (f"{folder}/config.json is not of this checkpoint: it names code {ran_in['code']}, the checkpoint "
-                    f"{', then '.join(versions)}; so this may be another model")
-        changed = changed_files(ran_in["code_files"], code_identity()["code_files"])
-        changed = [path for path in changed if not path.startswith(MACHINERY)]
-        back = f"go back with git checkout {ran_in['commit']}" if ran_in["commit"] else "its commit is not recorded"
-        edited = " (it had uncommitted changes)" if ran_in["uncommitted_changes"] else ""
-        if changed:
-            return (f"the code has changed since {folder} was trained ({', '.join(changed)}), so this may be another "
-                    f"model: {back}{edited}")
-    return ""
 
 
 def code_version():

@@ -1,14 +1,11 @@
 """On SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 (Slurm's warning) a run finishes the step, saves and exits; on a second SIGINT
-it exits at once. A wait for data that does not end is given up (`wait_for`)."""
+it exits at once."""
 
 import contextlib
 import os
 import signal
 import threading
 import time
-from concurrent.futures import wait
-
-GRACE_SECONDS = 10.0  # for data to come after a signal
 
 
 class Signals:
@@ -19,7 +16,7 @@ class Signals:
     all of them, so that they stop after the same step.
     """
 
-    asked_at = None  # when a signal came, of this process's current Signals
+    asked_at = None  # when a signal came, of this process's current Signals, see data/images.py
 
     def __init__(self):
         self.requested = self.stopping = False
@@ -55,15 +52,3 @@ class Signals:
                 signal.signal(number, handler)
             signal.set_wakeup_fd(-1)
             os.close(self.writer)  # ends the thread
-
-
-def wait_for(future):
-    """future.result(). If a file system hangs, it never comes: then the process ends GRACE_SECONDS after a signal, with
-    exit code 75 and without saving."""
-    while not future.done() and not wait([future], timeout=1).done:
-        if Signals.asked_at and time.monotonic() - Signals.asked_at > GRACE_SECONDS:
-            with contextlib.suppress(OSError):
-                os.write(2, b"stopped while waiting for data: nothing saved since the last checkpoint; continue from "
-                            b"it with --resume=auto\n")
-            os._exit(75)  # sys.exit would wait for the thread that reads
-    return future.result()

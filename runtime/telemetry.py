@@ -6,7 +6,6 @@ import math
 import re
 import resource
 import shlex
-import subprocess
 import sys
 import time
 import uuid
@@ -16,12 +15,12 @@ import torch
 
 from common.errors import ConfigError, Stopped
 from common.files import writing_to
-from runtime import checkpoint, distributed, loss_curve
+from runtime import checkpoint, distributed
 from runtime.distributed import resume_command
 from runtime.loss_curve import draw_loss
 from runtime.records import write_json
 
-PICTURE_SECONDS = 60  # between plots, drawn by a separate process: importing matplotlib takes 2 s
+PICTURE_SECONDS = 300  # between plots, each of which takes 0.3 s, the first 2 s more
 
 # Dense bf16 peak per device in FLOP/s, from data sheets; an unknown device gets no MFU.
 # The first name in a device's counts, as the end of a word: H100 stands after H100 PCIe.
@@ -42,7 +41,7 @@ class Telemetry:
         self.config, self.data, self.device = config, data, device
         self.out = Path(config.out_dir)
         self.is_main, self.world_size = distributed.rank() == 0, distributed.world_size()
-        self.bar = self.picture = self.metrics = self.val_loss = None
+        self.bar = self.metrics = self.val_loss = None
         self.wandb = wandb_module(config) if self.is_main else None
 
     def __enter__(self):
@@ -54,8 +53,13 @@ class Telemetry:
 
     def say(self, text):
         """Print a line on rank 0, above the progress bar if there is one."""
-        if self.is_main:
-            (say if self.bar is None else self.bar.write)(text)
+        if not self.is_main:
+            return
+        if self.bar is not None:
+            self.bar.write(text)
+        else:
+            with contextlib.suppress(OSError):  # stdout may go to a file on a full disk
+                print(text, flush=True)
 
     def open(self, found, mixed_by, about_model=()):
         """Begin where `found` (see folder.py) says, with a summary of the run, whose tokens are mixed_by an operator,
@@ -124,7 +128,7 @@ class Telemetry:
         if self.bar is not None:
             self.bar.set_postfix_str(in_words(shown, " "), refresh=False)
         else:
-            say(f"step {done:6d}  {in_words(shown)}")
+            self.say(f"step {done:6d}  {in_words(shown)}")
         self.logged_at = time.perf_counter()
 
     def skip(self, step, loss, grad_norm):
@@ -158,9 +162,7 @@ class Telemetry:
         now = time.perf_counter()
         if self.is_main and now - self.picture_time > PICTURE_SECONDS and not progress.at_end(done):  # see finish
             self.picture_time = now
-            with contextlib.suppress(OSError):
-                self.picture = subprocess.Popen([sys.executable, Path(loss_curve.__file__), self.out],
-                                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            self.draw()
 
     def log_tasks(self, step, scores):
         """Log and print scores on tasks, on rank 0."""
@@ -210,8 +212,6 @@ class Telemetry:
         with writing_to(self.out):
             self.log_file.flush()
             write_json(self.out / "result.json", result)
-        if self.picture:
-            self.picture.wait()  # or an older plot would overwrite this one
         self.draw()
         if self.wandb:
             self.wandb.summary.update(result)
@@ -263,12 +263,6 @@ def wandb_module(config):
     except Exception as error:  # not installed, no key, no network
         raise ConfigError(f"wandb={config.wandb}: {error}; pip install wandb, --wandb=offline to log locally, or "
                           "disable it with --wandb=off") from None
-
-
-def say(text):
-    """Print a line, ignoring errors: stdout may go to a file on a full disk."""
-    with contextlib.suppress(OSError):
-        print(text, flush=True)
 
 
 def in_words(metrics, gap="  "):

@@ -204,13 +204,13 @@ def test_a_changed_file_is_refused(tmp_path, name, change, words):
 
 def test_a_folder_that_a_model_cannot_use_is_refused(tmp_path):
     folder = write_folder(tmp_path / "set", val=120)
-    for how, words in [({"block_size": 120}, "block_size 120 is longer than val.bin (120 tokens"),
-                       ({"block_size": 1000}, "train.bin (1,000 tokens"), ({"vocab_size": 255}, "at least 256")]:
+    for how, words in [({"block_size": 120}, "val.bin has 120 tokens, and a window of block_size + 1 needs 121"),
+                       ({"block_size": 1000}, "train.bin has 1,000 tokens"), ({"vocab_size": 255}, "at least 256")]:
         rejected(lambda how=how: Tokens(folder, **how), words)
     assert len(Tokens(folder, 256, block_size=119).val) == 120
     rejected(lambda: Tokens(tmp_path / "nothing"), "no dataset folder", "pystdlib")
     rejected(lambda: Tokens(tmp_path), "no meta.json")
-    rejected(lambda: write_folder(tmp_path / "empty", val=[]), "val.bin is empty")
+    rejected(lambda: write_folder(tmp_path / "empty", val=[]), "val.bin has 0 tokens")
     assert not (tmp_path / "empty/meta.json").exists()
     rejected(lambda: step_windows(0, 4, 0, 0), "0 windows")
     rejected(lambda: eval_windows(1, 4), "1 tokens")

@@ -20,7 +20,8 @@ from helpers import ROOT, left_behind, refused, run_program
 
 from common import files
 from common.files import lock_folder
-from runtime import distributed, loss_curve, records, signals, telemetry
+from data import images
+from runtime import distributed, loss_curve, records, telemetry
 from runtime.folder import Folder, Found, Progress
 from runtime.records import BadRecord, Log, code_version, environment, read_json, read_log, write_json
 from train import TrainConfig
@@ -257,5 +258,5 @@ def test_a_run_waits_for_the_one_that_may_still_save_what_it_resumes(tmp_path, m
 
 def test_times_that_tests_shorten_are_those_that_users_are_told():
     page = (ROOT / "docs/reliability.md").read_text()
-    assert "ten seconds after a signal the run ends with exit code 75" in page and signals.GRACE_SECONDS == 10
-    assert (distributed.ROLL_CALL_SECONDS, telemetry.PICTURE_SECONDS, distributed.EXIT_RETRYABLE) == (5, 60, 75)
+    assert "ten seconds after a signal the run ends with exit code 75" in page and images.GRACE_SECONDS == 10
+    assert (distributed.ROLL_CALL_SECONDS, telemetry.PICTURE_SECONDS, distributed.EXIT_RETRYABLE) == (5, 300, 75)

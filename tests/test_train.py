@@ -23,6 +23,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import numpy as np
@@ -335,17 +336,13 @@ def test_speed_is_that_of_training_alone(data, out):
     assert result["seconds"] == now[0] > 300 and result["tokens_per_second"] == round(12 * 384 / now[0])
 
 
-def test_the_picture_is_drawn_by_another_process_and_never_worth_a_run(data, out):
-    """The last one in this, when the other has ended, or that would draw over it."""
-    with mock.patch("runtime.telemetry.PICTURE_SECONDS", 0), mock.patch("runtime.telemetry.subprocess") as process:
-        def draw_loss(folder):
-            assert folder == out and process.Popen.return_value.wait.called
-            raise ImportError("failed to map segment")
-
-        said = succeed(arguments(data, out), draw_loss=draw_loss).out
-    assert process.Popen.call_args[0][0] == [sys.executable, ROOT / "runtime" / "loss_curve.py", out]
-    assert process.Popen.call_count == len(events(out, "eval")) - 1  # the last evaluation is in the last picture
-    assert said.count("no loss.png: failed to map segment") == 1 and not (out / "loss.png").exists()
+def test_a_picture_is_drawn_at_times_and_never_worth_a_run(data, out):
+    for seconds, pictures in ((0, 3), (99, 1)):  # of three evaluations; the last one is in the last picture
+        draw_loss = mock.Mock(side_effect=ImportError("failed to map segment"))
+        with mock.patch("runtime.telemetry.PICTURE_SECONDS", seconds):
+            said = succeed(arguments(data, out), draw_loss=draw_loss).out
+        assert draw_loss.mock_calls == [mock.call(out)] * pictures
+        assert said.count("no loss.png: failed to map segment") == pictures and not (out / "loss.png").exists()
 
 
 def test_a_log_is_on_the_disk_before_the_checkpoint_that_it_leads_to(data, out):
@@ -600,6 +597,12 @@ def test_code_that_changed_while_the_run_was_down(whole, data, out, monkeypatch)
     assert_same_run(out, whole)
 
 
+def module_of(path):
+    module = ModuleType(path.stem)
+    module.__file__ = str(path)
+    return module
+
+
 def test_the_identity_of_the_code(tmp_path, monkeypatch):
     """By content of what a process imports, a user's file or a link to one too, and of the kernels. A README, a
     package, a script beside it, pictures, reports and scores of tasks are not in it, imported or not."""
@@ -612,7 +615,7 @@ def test_the_identity_of_the_code(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
         if name.endswith(".py") and name != "plots.py":
-            monkeypatch.setitem(sys.modules, name, mock.Mock(__file__=str(tmp_path / name)))
+            monkeypatch.setitem(sys.modules, name, module_of(tmp_path / name))
     linked = (tmp_path / "my_loss.py").rename(tmp_path.with_suffix(".py"))
     (tmp_path / "my_loss.py").symlink_to(linked)
     codes = [records.code_identity()]
@@ -631,7 +634,7 @@ def test_an_edit_while_a_run_starts_is_seen(tmp_path, monkeypatch, capsys):
     (tmp_path / "kernels").mkdir()
     for name in (*records.NATIVE_SOURCES, "my_mixer.py"):
         (tmp_path / name).write_text(name)
-    monkeypatch.setitem(sys.modules, "my_mixer", mock.Mock(__file__=str(tmp_path / "my_mixer.py")))
+    monkeypatch.setitem(sys.modules, "my_mixer", module_of(tmp_path / "my_mixer.py"))
     stops = []
     for text in ("my_mixer.py", "edited"):  # saved again as it was, then edited
         with contextlib.suppress(SystemExit):
@@ -880,7 +883,7 @@ REFUSED = [
     ({"end_of_text": -2}, "end_of_text -2", "-1"),
     ({"batch_size": 8}, "batch_size", "micro_batch_size"),
     ({"pattern": "longhorn*3,lama"}, "'lama'"), ({"pattern": "longhorn*9,llama"}, "no llama in"),
-    ({"block_size": 701, "batch_tokens": 701}, "block_size 701", "val.bin (700 tokens", "smaller block"),
+    ({"block_size": 701, "batch_tokens": 701}, "val.bin has 700 tokens", "needs 702", "smaller block_size"),
     ({"keep_steps": "3,x"}, "keep_steps 3,x"),
     ({"min_lr": 1}, "min_lr 1.0", "learning_rate 0.003"), ({"warmup_iters": 12}, "warmup_iters 12", "max_iters 12"),
     ({"schedule": "wsd", "warmup_iters": 4, "decay_iters": 9}, "4", "9", "max_iters 12"),

@@ -247,12 +247,12 @@ def test_a_wait_for_data_ends_after_a_signal():
 
 
 def wait_for_ever(before):
-    signals.GRACE_SECONDS = 0.1
+    images.GRACE_SECONDS = 0.1
     with signals.Signals(), ThreadPoolExecutor(1) as pool:
-        assert signals.wait_for(pool.submit(int, "5")) == 5
+        assert images.wait_for(pool.submit(int, "5")) == 5
         threading.Timer(0 if before else 1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
         time.sleep(0.3 if before else 0)
-        signals.wait_for(pool.submit(threading.Event().wait))
+        images.wait_for(pool.submit(threading.Event().wait))
 
 
 def test_crops_look_where_they_say():
