@@ -191,7 +191,6 @@ def main(argv):
         if args.memory:
             raise ConfigError("--memory is for --device=cpu: with --device=cuda every time comes with the peak memory")
         return scan_cuda.main(args)
-    B, D, N, dtype = args.B or (1 if args.memory else 8), args.D or 512, args.N or 16, DTYPES[args.dtype or "float32"]
     if args.threads:
         torch.set_num_threads(args.threads)
     if reason := choose.unavailable("cpu"):
@@ -202,21 +201,29 @@ def main(argv):
     measure.check_out(out)
     record = measure.new_record(benchmark, threads=torch.get_num_threads(), lanes=build.library().longhorn_lanes())
     print(measure.headline(record))
-    if args.memory:
-        measure_memory(B, 64, D, N, dtype)  # warm-up
-        print(f"\nB={B} D={D} N={N} {dtype}: memory that the scan keeps for the backward, and the peak of both passes")
-        record["rows"] = [measure_memory(B, T, D, N, dtype) for T in ([args.T] if args.T else (1024, 4096, 16384))]
-        print_memory(record["rows"])
-    else:
-        record["rows"] = []
-        for extras in (False, True):
-            T = args.T or 256
-            print(f"\nB={B} T={T} D={D} N={N} {dtype}{', with D, z and dt_bias' if extras else ''}")
-            record["rows"].append(time_bodies(B, T, D, N, dtype, extras, args.repeats, args.slow_repeats))
-            print_times(record["rows"][-1])
+    rows = memory_rows(args) if args.memory else time_rows(args)
     if out:
-        measure.write_record(out, record | {"finished": True})
+        measure.write_record(out, record | {"rows": rows, "finished": True})
         print(f"record: {out}")
+
+
+def memory_rows(args):
+    B, D, N, dtype = args.B or 1, args.D or 512, args.N or 16, DTYPES[args.dtype or "float32"]
+    measure_memory(B, 64, D, N, dtype)  # warm-up
+    print(f"\nB={B} D={D} N={N} {dtype}: memory that the scan keeps for the backward, and the peak of both passes")
+    rows = [measure_memory(B, T, D, N, dtype) for T in ([args.T] if args.T else (1024, 4096, 16384))]
+    print_memory(rows)
+    return rows
+
+
+def time_rows(args):
+    B, T, D, N, dtype = args.B or 8, args.T or 256, args.D or 512, args.N or 16, DTYPES[args.dtype or "float32"]
+    rows = []
+    for extras in (False, True):
+        print(f"\nB={B} T={T} D={D} N={N} {dtype}{', with D, z and dt_bias' if extras else ''}")
+        rows.append(time_bodies(B, T, D, N, dtype, extras, args.repeats, args.slow_repeats))
+        print_times(rows[-1])
+    return rows
 
 
 if __name__ == "__main__":
