@@ -110,24 +110,7 @@ class Setting:
                 raise ConfigError(f"{name} {number} must be {limit}{default}")
 
 
-def _settings(config_class):
-    kinds = typing.get_type_hints(config_class, include_extras=True)
-    return {field.name: Setting(kinds[field.name], field.default) for field in dataclasses.fields(config_class)}
-
-
-def _instance(config_class, settings, values, **more):
-    """The dataclass with these values, and further attributes. Raises ConfigError."""
-    try:
-        config = config_class(**values)
-    except ValueError as error:
-        raise ConfigError(error) from error
-    for name, setting in settings.items():
-        setting.check(name, getattr(config, name))
-    vars(config).update(more)  # works for frozen dataclasses too
-    return config
-
-
-# -------------------------------------------------------------------------------------------- programs of config files
+# ------------------------------------------------------------------------------------------------------- command lines
 
 def load(config_class, argv, prog=None):
     """Read `argv` (config files ending in .py and --key=value, left to right) into an instance of the dataclass.
@@ -137,52 +120,194 @@ def load(config_class, argv, prog=None):
     Raises ConfigError for an unknown key, a wrong type, choice or number, an unreadable or failing file, and a
     ValueError raised in the dataclass's __post_init__.
     """
-    settings = _settings(config_class)
-    values = {name: setting.default for name, setting in settings.items()}
-    help_asked = "--help" in argv or "-h" in argv
-    config_files, overrides = [], {}
+    reader, config_files = Reader(config_class, argv), []
     for argument in argv:
         if argument.endswith(".py") and not argument.startswith("--"):
             config_files.append(argument)
-            new = _from_file(config_class, argument, values, settings, argv)
-        elif help_asked:
-            continue
-        elif argument.startswith("--"):
-            new = _from_argument(config_class, argument, values, settings)
-        else:
+            reader.read_file(argument)
+        elif argument.startswith("--") and not reader.help_asked:
+            key, equals, text = argument[2:].partition("=")
+            reader.read_key(key, [text] if equals else [])
+        elif not reader.help_asked:
             raise ConfigError(f"unexpected argument {argument!r}: give config files (*.py) and --key=value; "
                               "--help lists all keys")
-        values.update(new)
-        overrides.update(new)
-    if help_asked:
-        about = "Read left to right, the later one wins; a config file is Python that assigns to the same keys."
-        _print_help(config_class, settings, values, f"{prog or _program()} [config.py ...]", about)
-    return _instance(config_class, settings, values, config_files=config_files, overrides=overrides)
+    about = "Read left to right, the later one wins; a config file is Python that assigns to the same keys."
+    return reader.finish(f"{prog or _program()} [config.py ...]", about, config_files=config_files)
 
 
-def _from_argument(config_class, argument, values, settings):
-    """{key: value} of --key=value; --key alone sets a bool."""
-    key, equals, text = argument[2:].partition("=")
-    _check_known(config_class, key, values, "--")
-    if not equals:
-        if settings[key].kind is not bool:
-            raise ConfigError(f"--{key} needs a value, joined by '=': --{key}={values[key]}")
-        text = "true"
-    return {key: _convert(settings[key], text, f"--{key}=", from_text=True)}
+def read(config_class, argv, doc, prog=None):
+    """Read `argv` of a program without config files into an instance of the dataclass.
+
+    config_class: or {command: dataclass}, of which the first argument chooses one. doc: the description for --help.
+    The instance also has `overrides`, `command`, and `others`, the --key=value of unknown keys, which only a class with
+    OTHERS takes. Raises ConfigError as `load` does.
+    """
+    words, prog, command = list(argv), prog or _program(), None
+    if isinstance(config_class, dict):
+        command = _command(config_class, words, prog, doc)
+        config_class, prog = config_class[command], f"{prog} {command}"
+    reader, others = Reader(config_class, words), []
+    places = list(reader.places)
+    while words and not reader.help_asked:
+        word = words.pop(0)
+        key, equals, text = word[2:].partition("=")
+        key = key.replace("-", "_")
+        several = places and reader.settings[places[0]].many  # it takes all words that follow
+        if word.startswith("--"):
+            if equals and key not in reader.settings and hasattr(config_class, "OTHERS"):
+                others.append(word)
+                continue
+            reader.read_key(key, [text] if equals else reader.following(key, words, alone=several))
+        elif places:
+            reader.read_key(places[0] if several else places.pop(0), [word])
+        else:
+            raise ConfigError(f"unexpected argument {word!r}: --help lists all keys")
+    return reader.finish(" ".join([prog, *reader.places]), doc, command=command, others=others)
 
 
-def _from_file(config_class, path, values, settings, argv):
-    """{key: value} of what a config file assigns, helpers left out."""
-    assigned = _run_file(path, values)
-    program = getattr(config_class, "PROGRAMS", {}).get(str(assigned.get("task")))
-    if program:
-        raise ConfigError(f"{path} has task = {assigned['task']!r}: python {program} {shlex.join(argv)}")
-    new = {}
-    for key, value in assigned.items():
-        _check_known(config_class, key, values, where=f"{path}: ")
-        new[key] = _convert(settings[key], value, f"{path}: {key} = ", from_text=False)
-    return new
+def _program():
+    return os.path.basename(sys.argv[0])
 
+
+def _command(classes, words, prog, doc):
+    """Take the command off the words; prints the help if there is none."""
+    if words and words[0] in classes:
+        return words.pop(0)
+    names = ", ".join(classes)
+    if {"--help", "-h"} & {*words}:
+        print(f"usage: {prog} COMMAND ...\n\n{doc.strip()}\n\nCOMMAND --help lists its settings; commands: {names}")
+        raise SystemExit(0)
+    raise ConfigError(f"the first argument must be one of {names}; --help says more")
+
+
+class Reader:
+    """Makes values of the dataclass's fields from words of a command line and from config files."""
+
+    def __init__(self, config_class, argv):
+        self.config_class, self.argv = config_class, list(argv)
+        self.help_asked = "--help" in argv or "-h" in argv
+        kinds = typing.get_type_hints(config_class, include_extras=True)
+        self.settings, self.values, self.overrides = {}, {}, {}
+        for field in dataclasses.fields(config_class):
+            self.settings[field.name] = Setting(kinds[field.name], field.default)
+            self.values[field.name] = field.default
+        self.needed = [key for key, value in self.values.items() if value is dataclasses.MISSING]
+        self.places = [*self.needed, *getattr(config_class, "ARGUMENTS", ())]  # keys of arguments without a key
+
+    def set(self, key, value):
+        self.values[key] = self.overrides[key] = value
+
+    def check_known(self, key, dashes="--", where=""):
+        if key in self.settings:
+            return
+        if renamed := getattr(self.config_class, "RENAMED", {}).get(key):
+            raise ConfigError(f"{where}unknown key '{dashes}{key}': it is now '{dashes}{renamed}'")
+        near = _nearest(key.replace("-", "_").lower(), self.settings, dashes)
+        helper = "" if near or dashes else "; a helper's name starts with _"
+        raise ConfigError(f"{where}unknown key '{dashes}{key}'{near or ';'} --help lists all keys{helper}")
+
+    def read_key(self, key, texts):
+        """Set what the texts say; none: a bool is true."""
+        self.check_known(key)
+        setting = self.settings[key]
+        if setting.kind is bool and not texts:
+            texts = ["true"]
+        if setting.many is tuple:
+            texts = [part for text in texts for part in text.split(",") if part]
+        if not texts:
+            raise ConfigError(f"--{key} needs a value, joined by '=': --{key}={self.values[key] or '...'}")
+        where = f"{key} " if key in self.places else f"--{key}="
+        new = [_convert(setting, text, where, from_text=True) for text in texts]
+        if setting.many:
+            self.set(key, tuple(dict.fromkeys([*self.overrides.get(key, ()), *new])))
+        else:
+            self.set(key, new[0])
+
+    def following(self, key, words, alone):
+        """The words after a --key that are its value, taken off `words`; alone: one at most."""
+        texts, setting = [], self.settings.get(key)
+        if setting and setting.kind is not bool:
+            while words and not words[0].startswith("--") and (setting.many is list and not alone or not texts):
+                texts.append(words.pop(0))
+        return texts
+
+    def read_file(self, path):
+        """Set what a config file assigns, helpers left out."""
+        assigned = _run_file(path, self.values)
+        program = getattr(self.config_class, "PROGRAMS", {}).get(str(assigned.get("task")))
+        if program:
+            raise ConfigError(f"{path} has task = {assigned['task']!r}: python {program} {shlex.join(self.argv)}")
+        for key, value in assigned.items():
+            self.check_known(key, dashes="", where=f"{path}: ")
+            self.set(key, _convert(self.settings[key], value, f"{path}: {key} = ", from_text=False))
+
+    def finish(self, usage, about, **more):
+        """The dataclass with the values, `overrides` and further attributes; or the help, if it is asked for."""
+        if self.help_asked:
+            self.print_help(usage, about)
+            raise SystemExit(0)
+        meanings, _ = _comments(self.config_class)
+        for key in self.needed:
+            if key not in self.overrides:
+                raise ConfigError(f"give the {key}: {meanings[key]}; --help lists all keys")
+        try:
+            config = self.config_class(**self.values)
+        except ValueError as error:
+            raise ConfigError(error) from error
+        for name, setting in self.settings.items():
+            setting.check(name, getattr(config, name))
+        vars(config).update(overrides=self.overrides, **more)  # works for frozen dataclasses too
+        return config
+
+    def print_help(self, usage, about):
+        """Print the usage, what it is about, and a line per setting."""
+        print(f"usage: {usage} [--key=value ...]\n\n{about.strip()}")
+        meanings, headings = _comments(self.config_class)
+        width = max(shutil.get_terminal_size().columns, 80)
+        print(end="" if headings else "\n")
+        for key, setting in self.settings.items():
+            if key in headings:
+                print(f"\n{headings[key]}:")
+            name = key if key in self.places else f"--{key}"
+            kind = "choice" if setting.choices else setting.kind.__name__
+            if setting.many:
+                kind += " ..." if setting.many is list else ",..."
+            value = self.values[key]
+            shown = "-" if value in (None, (), dataclasses.MISSING) else str(value) or "''"
+            left = f"  {name:21}  {kind:6}  {shown:11}  "
+            one_of = f"(one of {', '.join(setting.choices)})" if setting.choices else ""
+            text = f"{left}{meanings.get(key, '')} {one_of}"
+            print(textwrap.fill(text.rstrip(), width, subsequent_indent=" " * 46, break_on_hyphens=False))
+
+
+def _comments(config_class):
+    """{field: the comment at the end of its line, and below} and {field: the `# --- heading` above it}; base classes
+    first."""
+    meanings, headings = {}, {}
+    for cls in reversed(config_class.__mro__):
+        field = heading = None
+        try:
+            lines = textwrap.dedent(inspect.getsource(cls)).splitlines()
+        except (OSError, TypeError):  # built in, or typed at a prompt: no source to read
+            continue
+        for line in lines:
+            statement = re.match(r"    (\w+)(:?)", line)  # a field, or the end of the one before
+            if line.strip().startswith("# ---"):
+                heading = line.strip("#- ")
+            elif statement:
+                field = statement[1] if statement[2] else None
+                if field and heading and field not in meanings:  # a redefined field keeps the base class's heading
+                    headings[field] = heading
+                    heading = None
+            comment = re.search(r"  # ((?!---).*)$", line)
+            if field and statement:
+                meanings[field] = comment[1] if comment else meanings.get(field, "")
+            elif field and comment:
+                meanings[field] += " " + comment[1]
+    return meanings, headings
+
+
+# --------------------------------------------------------------------------------------------- config files and values
 
 def _run_file(path, values):
     """{name: value} of everything that a config file assigns, except helpers."""
@@ -220,22 +345,10 @@ def _is_helper(name, value):
     return name.startswith("_") or isinstance(value, types.ModuleType) or callable(value)
 
 
-def _check_known(config_class, key, known, dashes="", where=""):
-    if key in known:
-        return
-    if renamed := getattr(config_class, "RENAMED", {}).get(key):
-        raise ConfigError(f"{where}unknown key '{dashes}{key}': it is now '{dashes}{renamed}'")
-    near = _nearest(key.replace("-", "_").lower(), known, dashes)
-    helper = "" if near or dashes else "; a helper's name starts with _"
-    raise ConfigError(f"{where}unknown key '{dashes}{key}'{near or ';'} --help lists all keys{helper}")
-
-
 def _nearest(word, words, prefix=""):
     near = difflib.get_close_matches(word, words, n=1)
     return f": did you mean '{prefix}{near[0]}'?" if near else ""
 
-
-# ------------------------------------------------------------------------------------------------- values and words
 
 def _convert(setting, value, where, from_text):
     """`value` as a setting's kind. Raises ConfigError, starting with `where`. `from_text`: a command-line string."""
@@ -287,150 +400,3 @@ def _number(kind, value, from_text):
     if not number.is_integer() or abs(number) > 2**53:  # larger floats are not exact
         raise ValueError
     return int(number)
-
-
-# ------------------------------------------------------------------------------------------------------- other programs
-
-def read(config_class, argv, doc, prog=None):
-    """Read `argv` of a program without config files into an instance of the dataclass.
-
-    config_class: or {command: dataclass}, of which the first argument chooses one. doc: the description, for --help.
-    The instance also has `command`; `overrides`, {key: value} of what was given; and `others`, the --key=value of
-    unknown keys, which only a class with OTHERS takes. `--help` exits with 0. Raises ConfigError as `load` does.
-    """
-    words, prog, command = list(argv), prog or _program(), None
-    help_asked = "--help" in words or "-h" in words
-    if isinstance(config_class, dict):
-        command, config_class = _command(config_class, words, prog, doc, help_asked)
-        prog += f" {command}"
-    settings = _settings(config_class)
-    needed = [key for key, setting in settings.items() if setting.default is dataclasses.MISSING]
-    places = [*needed, *getattr(config_class, "ARGUMENTS", ())]
-    if help_asked:
-        values = {key: setting.default for key, setting in settings.items()}
-        _print_help(config_class, settings, values, " ".join([prog, *places]), doc, places)
-    given, others = _sort(words, config_class, settings, list(places))
-    values = {}
-    for key, texts in given.items():
-        where = f"{key} " if key in places else f"--{key}="
-        new = [_convert(settings[key], text, where, from_text=True) for text in texts]
-        values[key] = tuple(dict.fromkeys(new)) if settings[key].many else new[0]
-    for key in needed:
-        if key not in values:
-            raise ConfigError(f"give the {key}: {_comments(config_class)[0][key]}; --help lists all")
-    return _instance(config_class, settings, values, command=command, overrides=values, others=others)
-
-
-def _command(classes, words, prog, doc, help_asked):
-    """(command, its dataclass), the command taken off the words. Prints the help if there is none."""
-    if words and words[0] in classes:
-        command = words.pop(0)
-        return command, classes[command]
-    names = ", ".join(classes)
-    if help_asked:
-        print(f"usage: {prog} COMMAND ...\n\n{doc.strip()}\n\nCOMMAND --help lists its settings; commands: {names}")
-        raise SystemExit(0)
-    raise ConfigError(f"the first argument must be one of {names}; --help says more")
-
-
-def _sort(words, config_class, settings, places):
-    """({key: [text]}, [--key=value of an unknown key]) of the words; places: keys of arguments without a key."""
-    given, others = {}, []
-    while words:
-        word = words.pop(0)
-        key, equals, text = word[2:].partition("=")
-        key = key.replace("-", "_")
-        if not word.startswith("--"):
-            if not places:
-                raise ConfigError(f"unexpected argument {word!r}: --help lists all")
-            key, texts = places[0], [word]
-            if not settings[key].many:
-                places.pop(0)
-        elif equals and key not in settings and hasattr(config_class, "OTHERS"):
-            others.append(word)
-            continue
-        else:
-            _check_known(config_class, key, settings, "--")
-            several = settings[key].many is list and not (places and settings[places[0]].many)
-            texts = [text] if equals else _following(settings[key], words, several)
-        if settings[key].many is tuple:
-            texts = [part for text in texts for part in text.split(",") if part]
-        if not texts:
-            raise ConfigError(f"--{key} needs a value: --{key}=...")
-        given[key] = [*given.get(key, ()), *texts] if settings[key].many else texts
-    return given, others
-
-
-def _following(setting, words, several):
-    """The words after a --key that are its value, taken off `words`."""
-    if setting.kind is bool:
-        return ["true"]
-    texts = []
-    while words and not words[0].startswith("--") and (several or not texts):
-        texts.append(words.pop(0))
-    return texts
-
-
-# ----------------------------------------------------------------------------------------------------------------- help
-
-def _program():
-    return os.path.basename(sys.argv[0])
-
-
-def _comments(config_class):
-    """{field: the comment at the end of its line, and below} and {field: the `# --- heading` above it}; base classes
-    first."""
-    meanings, headings = {}, {}
-    for cls in reversed(config_class.__mro__):
-        field = heading = None
-        try:
-            lines = textwrap.dedent(inspect.getsource(cls)).splitlines()
-        except (OSError, TypeError):  # built in, or typed at a prompt: no source to read
-            continue
-        for line in lines:
-            statement = re.match(r"    (\w+)(:?)", line)  # a field, or the end of the one before
-            if line.strip().startswith("# ---"):
-                heading = line.strip("#- ")
-            elif statement:
-                field = statement[1] if statement[2] else None
-                if field and heading and field not in meanings:  # a redefined field keeps the base class's heading
-                    headings[field] = heading
-                    heading = None
-            comment = re.search(r"  # ((?!---).*)$", line)
-            if field and statement:
-                meanings[field] = comment[1] if comment else meanings.get(field, "")
-            elif field and comment:
-                meanings[field] += " " + comment[1]
-    return meanings, headings
-
-
-def _print_help(config_class, settings, values, usage, about, places=()):
-    """Print the usage, what it is about, and a line per setting; ends the program with exit code 0."""
-    print(f"usage: {usage} [--key=value ...]\n\n{about.strip()}")
-    meanings, headings = _comments(config_class)
-    rows = {}  # key: (--key, kind, value), meaning
-    for key, value in values.items():
-        setting, meaning = settings[key], meanings.get(key, "")
-        kind = setting.kind.__name__
-        if setting.choices:
-            kind, meaning = "choice", f"{meaning} (one of {', '.join(setting.choices)})".strip()
-        if setting.many:
-            kind += " ..." if setting.many is list else ",..."
-        name = key if key in places else f"--{key}"
-        shown = "-" if value in (None, (), dataclasses.MISSING) else str(value) or "''"
-        rows[key] = (name, kind, shown), meaning
-    columns = zip(*(row for row, _ in rows.values()), strict=True)
-    widths = [min(max(map(len, column)), 24) for column in columns]
-    indent = " " * (sum(widths) + 8)
-    width = max(shutil.get_terminal_size().columns, sum(widths) + 30)
-    if next(iter(rows), None) not in headings:
-        print()
-    for key, (row, meaning) in rows.items():
-        if key in headings:
-            print(f"\n{headings[key]}:")
-        left = "  "
-        for word, column_width in zip(row, widths, strict=True):
-            left += word.ljust(column_width) + "  "
-        text = textwrap.fill(meaning, width, initial_indent=left, subsequent_indent=indent, break_on_hyphens=False)
-        print(text or left.rstrip())
-    raise SystemExit(0)
