@@ -38,7 +38,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 from common.errors import ConfigError  # noqa: E402
-from experiments import compare, pages, records, sweep  # noqa: E402
+from experiments import compare, figures, pages, records, sweep  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
 from runtime.records import NO_TRACE, BadRecord, cpu_model, is_finished, read_log, write_json  # noqa: E402
 
@@ -362,7 +362,7 @@ def describe(c, args, n, decision, budget, numbers):
 def write_page(out, numbers, comparisons):
     """The page and its figure: the sentences, training curves, the difference over the run, all pairs, the diff."""
     blocks = ["# Did the edit help?", pages.shown(out / "edit.png", "training losses, and their difference")]
-    with pages.figure(out / "edit.png", len(comparisons), 2, 5.2, 3.4, layout="constrained") as (_, axes):
+    with figures.figure(out / "edit.png", len(comparisons), 2, 5.2, 3.4, layout="constrained") as (_, axes):
         for (left, right), c, (size, of_size) in zip(axes, comparisons, numbers["sizes"].items(), strict=True):
             blocks += [pages.bold(f"{size}: {of_size['sentence']}"), pages.listed(of_size["notes"])]
             if (n := of_size["pairs"]) < 2:

@@ -9,6 +9,17 @@ import numpy as np
 
 from experiments import pages
 from experiments.compare import welch
+from experiments.figures import Curve, Panel
+from experiments.pages import DASH, escaped, table
+
+PERPLEXITY = """\
+Perplexity; in brackets the loss minus the loss at the training length (or else the shortest), in nats, paired, with its
+standard error over seeds, as for the loss, or over sequences where there is one seed. In the figure, training lengths
+are dashed, and the standard error is that over sequences."""
+COSTS = {"run": "{name}", "T": "{length}", "state at the shortest T, MiB per sequence": "{first_state:.3f}",
+         "at this T": "{state:.3f}", "peak, MiB": "{peak:.0f}", "tokens/s": "{tokens_per_second:,.0f}",
+         "RMS of the state at the training length": "{rms_trained:.3g}", "RMS at this T": "{rms:.3g}"}
+MIB = 2**20
 
 
 def in_words(text):
@@ -59,30 +70,17 @@ def perplexity(measured):
     return cell
 
 
-def perplexities(groups, lengths):
-    """Rows of a table: a run's perplexity at each length that all of its seeds were read at."""
-    rows = []
-    for name, seeds in groups.items():
-        row = {"run": name, "trained at": seeds[0].block_size}
-        for T in lengths:
-            at = read_at(seeds, T)
-            row[f"T = {T}"] = perplexity(at) if len(at) == len(seeds) else "-"
-        rows.append(row)
-    return rows
-
-
 def differences(groups, lengths):
     """Rows of a table: loss of one run minus that of another, with Welch's 95% interval over their seeds."""
     rows = []
     for (a, first), (b, second) in itertools.combinations(groups.items(), 2):
-        row = {"loss, 95% interval over the seeds": f"{b} minus {a}"}
+        row = {}
         for T in lengths:
             losses = [np.array([x["loss"] for x in read_at(seeds, T)], float) for seeds in (second, first)]
-            if min(map(len, losses)) < 2:
-                break
-            row[f"T = {T}"] = "{:+.3f} ({:+.3f} .. {:+.3f})".format(*welch(*losses)[:3])
-        else:
-            rows.append(row)
+            if min(map(len, losses)) > 1:
+                row[f"T = {T}"] = "{:+.3f} ({:+.3f} .. {:+.3f})".format(*welch(*losses)[:3])
+        if row:
+            rows.append({"loss, 95% interval over the seeds": f"{b} minus {a}", **row})
     return rows
 
 
@@ -90,25 +88,14 @@ def costs(groups):
     """Rows of a table: memory, speed and states of each run's first seed, at the longest length that was read."""
     rows = []
     for name, (run, *_) in groups.items():
-        measured, loud = was_read(run), loudest(run.state_norms)
+        measured = was_read(run)
         if measured:
             x = measured[-1]
-            rows.append({
-                "run": name, "T": x["length"],
-                "state at the shortest T, MiB per sequence": mib(measured[0]["state_bytes_per_sequence"], 3),
-                "at this T": mib(x["state_bytes_per_sequence"], 3), "peak, MiB": mib(x["peak_bytes"], 0),
-                "tokens/s": f"{x['tokens_per_second']:,.0f}",
-                "RMS of the state at the training length": rms(loud, run.block_size),
-                "RMS at this T": rms(loud, x["length"])})
+            loud = loudest(run.state_norms)
+            rows.append({**x, "name": name, "first_state": measured[0]["state_bytes_per_sequence"] / MIB,
+                         "state": x["state_bytes_per_sequence"] / MIB, "peak": (x["peak_bytes"] or math.nan) / MIB,
+                         "rms_trained": loud.get(run.block_size), "rms": loud.get(x["length"])})
     return rows
-
-
-def rms(loud, position):
-    return f"{loud[position]:.3g}" if position in loud else "-"
-
-
-def mib(n_bytes, digits):
-    return f"{np.float64(n_bytes) / 2**20:.{digits}f}"  # None is NaN
 
 
 def loudest(state_norms):
@@ -120,80 +107,64 @@ def loudest(state_norms):
     return dict(zip(branches[0]["positions"], largest.tolist(), strict=True))
 
 
-def page(runs, groups, picture):
-    """The page as blocks of Markdown: perplexity at each length, differences over seeds, memory and speed."""
+def page(runs):
+    """Perplexity at each length, differences over seeds, memory and speed."""
+    groups = by_name(runs)
     lengths = sorted({x["length"] for lengths in runs.lengths for x in lengths})
-    left_out = [f"Left out: {r.run} at {x['length']}: {x['left_out']}."
-                for r in runs.itertuples() for x in r.lengths if "left_out" in x]
-    return [
-        "# Extrapolation", picture, pages.table(perplexities(groups, lengths)),
-        "Perplexity; in brackets the loss minus the loss at the training length (or else the shortest), in nats, "
-        "paired, with its standard error over seeds, as for the loss, or over sequences where there is one seed.",
-        *map(pages.escaped, left_out), pages.table(differences(groups, lengths)), pages.table(costs(groups)),
-        pages.escaped(origin(runs, groups))]
-
-
-def origin(runs, groups):
-    """A paragraph: text, machines, versions and training runs."""
-    def of_all(key, cut=None):
-        return " and ".join(dict.fromkeys(str(value or "none")[:cut] for value in runs[key]))
-
-    words = in_words(runs.text.iloc[0])
-    if len({text["sha256"] for text in runs.text}) > 1:
-        words += "; NOT all curves are of the same text: do not compare them"
+    rows = []
+    for name, seeds in groups.items():
+        row = {"run": name, "trained at": seeds[0].block_size}
+        for T in lengths:
+            at = read_at(seeds, T)
+            row[f"T = {T}"] = perplexity(at) if len(at) == len(seeds) else DASH
+        rows.append(row)
+    missing = [f"Left out: {r.run} at {x['length']}: {x['left_out']}."
+               for r in runs.itertuples() for x in r.lengths if "left_out" in x]
+    threads, precisions = (" and ".join(map(str, runs[key].unique())) for key in ("threads", "dtype"))
     most = max(map(len, groups.values()))
-    seeds = "one training run" if most == 1 else f"up to {most} training seeds"
-    return (f"{words}. {of_all('device')}, {of_all('threads')} threads, {of_all('dtype')}, torch {of_all('torch')}, "
-            f"{of_all('time', 10)}, commit {of_all('commit', 10)}; {seeds} each, "
-            f"code {', '.join(sorted(runs.code.unique()))}.")
+    about = f"{in_words(runs.text.iloc[0])}; {threads} threads, {precisions}; up to {most} training seeds each"
+    if len({text["sha256"] for text in runs.text}) > 1:
+        about += "; NOT all curves are of the same text: do not compare them"
+    return pages.Page([], [escaped(f"{about}.")], panels(groups), [
+        table(rows), PERPLEXITY, *map(escaped, missing), table(differences(groups, lengths)),
+        table(costs(groups), COSTS)])
 
 
-# --------------------------------------------------------------------------------------------------------------- figure
-
-def draw(groups, path):
+def panels(groups):
     """Perplexity against T (Figure 1, right), and the gain from the longer past, place by place."""
-    first = next(iter(groups.values()))[0]
-    with pages.figure(path, 1, 2, 6.5, 4.5) as (figure, ((length, gain),)):
-        for i, (name, seeds) in enumerate(groups.items()):
-            for r in seeds:
-                style = dict(color=f"C{i}", marker="o", ms=3.5, lw=2.4 if r.family == "longhorn" else 1.3)
-                draw_run(length, gain, r, style, name if r is seeds[0] else None)
-        for axis in (length, gain):
-            axis.set_xscale("log", base=2)
-            for T in {r.block_size for seeds in groups.values() for r in seeds}:
-                axis.axvline(T, color="black", ls="--", lw=0.9)
-            axis.xaxis.set_major_formatter("{x:.6g}")
-        if np.isfinite(length.yaxis.get_minpos()):  # losses may be NaN
-            length.set_yscale("log")
-            length.yaxis.set_major_formatter("{x:.6g}")
-            length.yaxis.set_minor_formatter("{x:.6g}")
-        length.set(xlabel="sequence length T", ylabel="perplexity, with its standard error over sequences")
-        gain.set(xlabel="place in the longest sequence", ylabel="loss at the longest T minus at the training length")
-        length.legend(fontsize=8)
-        figure.suptitle(f"trained at the dashed length; {in_words(first.text)}; {first.device}, {first.time[:10]}",
-                        fontsize=10)
-        figure.tight_layout()
+    of_length = []
+    of_place = []
+    trained = set()
+    for name, seeds in groups.items():
+        for r in seeds:
+            trained.add(r.block_size)
+            measured = was_read(r)
+            if not measured:
+                continue
+            label = ""
+            if r is seeds[0]:
+                label = name if len(measured) == len(r.lengths) else f"{name} (memory ended)"
+            lengths = [x["length"] for x in measured]
+            losses = [x["loss"] for x in measured]
+            errors = [x["loss_standard_error"] for x in measured]
+            of_length.append(Curve(name, label, lengths, *map(np.exp, interval(losses, errors))))
+            by = measured[-1].get("difference_by_place")
+            if by:
+                middles = [math.sqrt(max(1, low) * high) for low, high in itertools.pairwise(by["edges"])]
+                around = interval(by["difference"], by["difference_standard_error"])
+                of_place.append(Curve(name, label, middles, *around))
+    drawn = [Panel("Perplexity", "sequence length T", "perplexity", of_length, "xy", trained)]
+    if of_place:
+        drawn.append(Panel("Gain from the longer past", "place in the longest sequence",
+                           "loss at the longest T minus at the trained", of_place, "x", trained))
+    return drawn
 
 
-def draw_run(length, gain, run, style, name):
-    """The curves of one training run; name: for the legend, if any."""
-    measured = was_read(run)
-    if not measured:
-        return
-    ended = "" if len(measured) == len(run.lengths) else " (memory ended)"
-    curve(length, [x["length"] for x in measured], [x["loss"] for x in measured],
-          [x["loss_standard_error"] for x in measured], style | {"label": name and name + ended}, np.exp)
-    by = measured[-1].get("difference_by_place")
-    if by:
-        middles = [math.sqrt(max(1, low) * high) for low, high in itertools.pairwise(by["edges"])]
-        curve(gain, middles, by["difference"], by["difference_standard_error"], style)
+def interval(y, error):
+    """(y, low, high)"""
+    y = np.array(y, float)  # None is NaN, a hole
+    error = np.array(error, float)
+    return y, y - error, y + error
 
 
-def curve(axis, x, y, error, style, shown=np.positive):
-    y, error = np.array(y, float), np.array(error, float)  # None is NaN, a hole
-    axis.plot(x, shown(y), **style)
-    axis.fill_between(x, shown(y - error), shown(y + error), color=style["color"], alpha=0.12, lw=0)
-
-
-write = functools.partial(pages.report, "extrapolation", by_name, page, draw,
-                          "perplexity, and the gain from the longer past")
+write = functools.partial(pages.report, "extrapolation", "Extrapolation", page)

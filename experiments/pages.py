@@ -1,21 +1,20 @@
-"""Report pages: Markdown, and one HTML page made from the same text. Tables are by pandas, figures in one style."""
+"""Report pages: Markdown, one HTML page made from the same text, and a figure. Every experiment's report is a Page.
+
+    a table      rows {key: value} of numbers, and columns {heading: template of a cell}, as in {"loss": "{mean:.4f}"}
+    a figure     Panels of Curves with intervals (experiments/figures.py)
+"""
 
 import base64
-import contextlib
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
 from common.errors import ConfigError
-from experiments import records
-from runtime.loss_curve import save_figure
+from experiments import figures, records
 from runtime.records import fields
 
 DASH = "\u2013"
-STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-         "grid.color": "#e3e3e3", "grid.linewidth": 0.6, "axes.edgecolor": "#777777", "axes.axisbelow": True,
-         "xtick.color": "#444444", "ytick.color": "#444444", "xtick.minor.size": 0, "ytick.minor.size": 0,
-         "text.parse_math": False}
 HTML = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">
@@ -31,6 +30,18 @@ th:first-child, td:first-child {{ text-align: left }} img {{ max-width: 100% }}
 """
 
 
+@dataclass
+class Page:
+    """What a report says: its sentences, blocks of Markdown above and below the figure, the figures.Panels of that;
+    csv: {name: DataFrame} of files beside the page."""
+
+    sentences: list
+    above: list
+    panels: list
+    below: list
+    csv: dict = field(default_factory=dict)
+
+
 def after_sweep(write, folder, script):
     """Write the report at the end of a sweep: what write(folder) returns. If a package is missing, print the commands
     that make it later and return {}."""
@@ -41,6 +52,8 @@ def after_sweep(write, folder, script):
         return {}
     return write(folder)
 
+
+# ----------------------------------------------------------------------------------------------------------------- text
 
 def escaped(value):
     """A value as literal text in Markdown, so that no name in a record becomes a tag or a table column."""
@@ -64,46 +77,93 @@ def listed(lines):
     return "\n".join(f"- {escaped(line)}" for line in lines)
 
 
-def table(rows):
-    """Rows {column: cell} as a Markdown table, "" if there are none. A missing cell is a dash; one that begins with **
-    becomes bold."""
+def table(rows, columns=None, title=""):
+    """Rows {key: value} as a Markdown table below its title; "" if there are none.
+
+    columns: {heading: template of its cells}, filled from the row; None: the rows are {heading: text}. A cell whose
+    value is missing is a dash, and a column of dashes is left out; a cell that begins with ** becomes bold.
+    """
     import pandas
 
-    def shown(cell):
-        if cell != cell:
-            return DASH
-        text = str(cell)
-        return bold(text[2:]) if text.startswith("**") else escaped(text)
+    if not rows:
+        return ""
+    if columns:
+        rows = [{heading: filled(template, row) for heading, template in columns.items()} for row in rows]
+    frame = pandas.DataFrame(rows, dtype=object).fillna(DASH).astype(str)
+    frame = frame.loc[:, (frame != DASH).any()]
+    frame = frame.map(lambda cell: bold(cell[2:]) if cell.startswith("**") else escaped(cell))
+    grid = frame.rename(columns=escaped).to_markdown(index=False, tablefmt="github", disable_numparse=True)
+    return f"{title}\n\n{grid}" if title else grid
 
-    frame = pandas.DataFrame(rows, dtype=object).map(shown)
-    return frame.rename(columns=escaped).to_markdown(index=False, tablefmt="github", disable_numparse=True) * bool(rows)
+
+def filled(template, row):
+    try:
+        return template.format(**{key: value for key, value in row.items() if value is not None})
+    except KeyError:
+        return DASH
 
 
-def titled(text, rows):
-    """Blocks: a text and its table, or none if there are no rows."""
-    return [text, table(rows)] if rows else []
+def origin(runs):
+    """How many runs count, where and when they ran, with what, by which code; in words."""
+    used = runs[runs.left_out == ""]
+
+    def all_of(key):
+        return ", ".join(dict.fromkeys(str(value) for value in used[key].dropna() if value)) or "unknown"
+
+    days = sorted(str(time)[:10] for time in used.time if time)
+    began = " to ".join(dict.fromkeys([*days[:1], *days[-1:]]))
+    commits = ", ".join(dict.fromkeys(commit[:12] for commit in used.commit if commit))
+    return (f"{len(used)} of {len(runs)} runs are used. {all_of('device')}; begun {began or 'unknown'}; torch "
+            f"{all_of('torch')}, Python {all_of('python')}; commit {commits or 'unknown'}, code {all_of('code')}.")
+
+
+def code(runs):
+    """Blocks: the versions of the code that runs have, where there are several."""
+    versions = runs.attrs["code"]
+    how = "Only runs of the first version are compared."
+    if runs.attrs["accepted"]:
+        how = f"Those of {', '.join(runs.attrs['accepted'])} are compared with the others because of --accept_code."
+    if len(versions) < 2:
+        return []
+    rows = []
+    for version in versions:
+        changed = version["changed_files"]
+        if changed is not None:
+            changed = ", ".join(changed) or "none"
+        rows.append(version | {"changed": changed})
+    columns = {"code": "{code}", "commit": "{commit:.12}", "runs": "{runs}", "used": "{used}",
+               "files that differ from the first": "{changed}"}
+    return [table(rows, columns, f"The runs have {len(versions)} versions of the code, which is identified by the "
+                                 f"content of the files that were imported. {escaped(how)}")]
 
 
 def left_out(runs):
-    """Blocks: the runs that were left out, with reasons."""
-    reasons = [f"{r.run}: {r.left_out}" for r in runs[runs.left_out != ""].itertuples()]
-    return [f"Left out, {len(reasons)} of {len(runs)} planned runs:", listed(reasons)] if reasons else []
+    """The runs that were left out, with reasons; "" if there are none."""
+    lines = []
+    for reason, group in runs[runs.left_out != ""].groupby("left_out", sort=False):
+        lines.append(f"{reason} ({len(group)}): {', '.join(group.run)}")
+    count = sum(runs.left_out != "")
+    return f"Left out, {count} of {len(runs)} planned runs:\n\n{listed(lines)}" if lines else ""
 
+
+# ---------------------------------------------------------------------------------------------------------------- files
 
 def write(path, blocks, picture=None):
     """Write blocks of Markdown to `path` (.md), and the same page as .html with the picture (a .png that the blocks
     show) embedded. Returns {kind: path}."""
     from markdown_it import MarkdownIt
 
-    text, page = "\n\n".join(filter(None, blocks)) + "\n", Path(str(path).removesuffix(".md") + ".html")
+    text = "\n\n".join(filter(None, blocks)) + "\n"
+    path = Path(path)
+    page = path.with_name(f"{path.name.removesuffix('.md')}.html")
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)  # tags in records stay text
     title = re.sub("<[^>]+>", "", body.split("\n")[0])
     if picture:
         inline = base64.b64encode(Path(picture).read_bytes()).decode()
         body = re.sub('<img src="[^"]*"', f'<img src="data:image/png;base64,{inline}"', body)
-    Path(path).write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     page.write_text(HTML.format(title=title, body=body), encoding="utf-8")
-    return {"md": Path(path), "html": page}
+    return {"md": path, "html": page}
 
 
 def shown(picture, alt):
@@ -111,45 +171,42 @@ def shown(picture, alt):
     return f"![{escaped(alt)}]({quote(Path(picture).name)})"
 
 
-def report(kind, summarise, page, draw, alt, source, out=None, accept_code=()):
-    """Write pages and figure from a sweep's folder, and its records in one file; or from such a file.
+def report(kind, title, page_of, source, out=None, accept_code=(), style=None):
+    """Write page and figure from a sweep's folder, and its records in one file; or from such a file. Print its
+    sentences.
 
     Args:
         kind, accept_code: see records.read.
-        summarise: summarise(runs) returns the points, of which page(runs, points, picture) makes blocks of Markdown and
-            draw(points, path) the figure; `picture` is the line that shows it, with `alt` as its text.
+        page_of: page_of(runs) returns the Page of runs of which one at least counts.
         out: path of the files without extension (default: `report` in the folder, or beside the file).
-    Returns {kind: path}. Raises ConfigError.
+        style: a .mplstyle file for the figure, over ours.
+    Returns {kind: path}. Raises ConfigError, OSError if `out` cannot be written.
     """
     records.check_packages()
+    if style and not Path(style).is_file():
+        raise ConfigError(f"--style={style}: there is no such file")
     source = Path(source)
-    out, paths = Path(out or (source.with_suffix("") if source.is_file() else source / "report")), {}
-    runs, picture = records.read(source, accept_code, kind), Path(f"{out}.png")
+    out = Path(out or (source.with_suffix("") if source.is_file() else source / "report"))
+    runs = records.read(source, accept_code, kind)
+    page = Page(["There is no usable run."], [], [], [])
     with fields(f"{source}: its records"):
-        points = summarise(runs)
-        blocks = page(runs, points, shown(picture, alt) if points else "")
+        if (runs.left_out == "").any():
+            page = page_of(runs)
     out.parent.mkdir(parents=True, exist_ok=True)
+    paths = {}
     if not source.is_file():
         paths["json"] = Path(f"{out}.json")
         records.save(source, paths["json"])
-    if points:
-        draw(points, picture)
-        paths["png"] = picture
+    for name, rows in page.csv.items():
+        paths[name] = out.with_name(f"{name}.csv")
+        rows.to_csv(paths[name], index=False)
+    picture = ""
+    if page.panels:
+        paths["png"] = Path(f"{out}.png")
+        figures.draw(page.panels, paths["png"], style)
+        picture = shown(paths["png"], "; ".join(map(figures.in_words, page.panels)))
+    for sentence in page.sentences:
+        print(sentence)
+    blocks = [f"# {title}", *map(bold, page.sentences), escaped(origin(runs)), *page.above, picture, *page.below,
+              *code(runs), left_out(runs)]
     return paths | write(f"{out}.md", blocks, paths.get("png"))
-
-
-@contextlib.contextmanager
-def figure(path, rows, columns, width, height, style=None, **layout):
-    """Yields (figure, axes (rows, columns)) with panels of width x height inches, then writes the figure to `path`.
-
-    style: a .mplstyle file applied over STYLE; layout: arguments of plt.subplots.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    with plt.style.context([STYLE, *([str(style)] if style else [])]):
-        drawn, axes = plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False, **layout)
-        yield drawn, axes
-        save_figure(drawn, path, dpi=110)

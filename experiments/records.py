@@ -46,6 +46,8 @@ SAME = {"scaling": ("batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip
                    "eval_crop", "ema", "dtype")}
 SAME_AT_A_LENGTH = ("pairs", "batch_examples", "eval_interval")
 
+ENVIRONMENT = ("commit", "cpu", "torch", "python")
+
 Records = namedtuple("Records", "result config evaluations")  # result.json, config.json, evals of log.jsonl
 
 
@@ -98,7 +100,8 @@ def read(source, accept_code=(), kind=None):
     if kind not in (None, found) and rows:
         raise ConfigError(f"{source} contains records of {found}, not of {kind}: use the report of {found}")
     runs = frame_of(rows, kind or found)
-    runs.attrs = {"name": source.resolve().name.removesuffix(".json"), "kind": kind or found, **about}
+    runs.attrs = {"name": source.resolve().name.removesuffix(".json"), "kind": kind or found,
+                  "accepted": list(accept_code), **about}
     return runs
 
 
@@ -115,7 +118,7 @@ def frame_of(rows, kind):
     """The rows as a DataFrame, whose columns of whole numbers stay whole where a run lacks one."""
     import pandas
 
-    columns = dict.fromkeys(["run", *PLACE[kind], "left_out", "device", "code"])
+    columns = dict.fromkeys(["run", *PLACE[kind], "left_out", "device", "code", *ENVIRONMENT, "time"])
     for row in rows:
         columns |= dict.fromkeys(row)
     whole = [key for key in columns if all(is_whole(row.get(key)) for row in rows)]
@@ -250,7 +253,7 @@ def checked(kind, name, at, records, accept_code=()):
         for key in PLACE[kind]:
             row[key] = at.get(key, 0)
         row["device"] = environment["cpu"] if result["device_name"] == "cpu" else result["device_name"]
-        for key in ("commit", "cpu", "torch", "python"):
+        for key in ENVIRONMENT:
             row[key] = environment.get(key) or ""
         row |= {"code": codes[-1], "time": str(record.get("time", "")), "left_out": "", "same": {"settings": settings}}
         return {"scaling": of_scaling, "recall": of_recall, "images": of_images}[kind](row, record, evaluations)
@@ -364,8 +367,9 @@ def of_extrapolation(saved):
     rows = []
     for record in saved:
         environment = record["environment"]
-        row = {**record["checkpoint"], **record, "time": record["date"], "left_out": "",
-               "commit": environment["commit"] or "", "torch": environment["torch"]}
+        row = {**record["checkpoint"], **record, "time": record["date"], "left_out": ""}
+        for key in ENVIRONMENT:
+            row[key] = environment[key] or ""
         for measured in record["lengths"]:
             row[f"loss_{measured['length']}"] = measured.get("loss")
         rows.append(row)

@@ -28,7 +28,7 @@ import families  # noqa: F401
 from data import prepared
 from data.pystdlib import prepare as pystdlib
 from experiments import extrapolation as ex
-from experiments import extrapolation_report, pages, records
+from experiments import extrapolation_report, figures, records
 from experiments.extrapolation_report import mean_and_error
 from experiments.sweeps import runner
 from inspection import counting
@@ -192,7 +192,7 @@ def test_a_norm_that_is_lost_is_seen():
 @pytest.fixture
 def undrawn(monkeypatch):
     """No figure is rendered, which takes a second."""
-    monkeypatch.setattr(pages, "save_figure", lambda figure, path, **how: path.touch())
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path, **how: path.touch())
 
 
 @pytest.fixture
@@ -312,7 +312,7 @@ def test_a_page_says_what_is_missing_or_not_comparable(tmp_path):
     llama |= {"device": "NVIDIA H100", "dtype": "float16", "date": "2026-12-01T00:00:00"}
     page = page_of(tmp_path / "edited.json", [longhorn, llama])
     assert "Left out: llama at 16384: no memory." in page and "nan (+nan" in page and "NOT all curves" in page
-    assert all(f" and {new}" in page for new in ("NVIDIA H100, ", "float16, ", "2026-12-01, "))
+    assert all(new in page for new in ("AMD EPYC, NVIDIA H100;", "bfloat16 and float16;", " to 2026-12-01;"))
     assert (tmp_path / "edited.png").exists()
     for x in longhorn["lengths"]:
         x |= {"loss": None, "loss_standard_error": None}  # it diverged

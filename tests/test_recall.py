@@ -22,7 +22,7 @@ from scipy import stats
 from torch.testing import assert_close
 
 import optim
-from experiments import records
+from experiments import figures, records
 from experiments.recall import cell, models, mqar, report
 from experiments.recall.models import MIXERS, Recall
 from experiments.recall.task import PAIRS, Examples, Task, distinct, generate
@@ -472,7 +472,6 @@ def test_a_bad_record_is_named_and_left_out(swept, tmp_path, file, section, chan
     (bad,) = runs[runs.left_out != ""].itertuples()
     points = report.summarise(runs)
     assert len(runs) == 4 and bad.run == name and word in bad.left_out
-    assert "Left out, 1 of 4 planned runs:" in report.page(runs, points, "")
     assert points[1]["mixer"] == "longhorn" and points[1]["learning_rate"] == 1e-3
 
 
@@ -525,8 +524,8 @@ def test_the_best_rate_and_the_spread_over_seeds(tmp_path):
            finished(rate=1e-4, accuracy=0.99)]
     (point,) = report.summarise(table_of(tmp_path, ran))
     assert point["learning_rate"] == 1e-3 and point["rates"][1e-3] == pytest.approx(0.65)  # of rates with both seeds
-    assert point["accuracy"] == pytest.approx(0.64)  # of examples that chose nothing
-    assert (point["lowest"], point["highest"], point["seeds"]) == (0.59, pytest.approx(0.69), [1, 2])
+    assert point["recall"] == pytest.approx(0.64)  # of examples that chose nothing
+    assert point["recalls"] == pytest.approx([0.69, 0.59]) and point["shown"] == "64.0% (59.0% .. 69.0%, 2 seeds)"
     assert point["half"] == {1e-4: pytest.approx([14.4944], abs=1e-3), 1e-3: pytest.approx([16.667, 18.0], abs=1e-3),
                              1e-2: [pytest.approx(14.706, abs=1e-3), math.inf]}
     assert point["by_distance"] == {"2-3": pytest.approx((0.7 * 10 + 0.6 * 20) / 30)}  # seed 2 has twice the queries
@@ -534,7 +533,7 @@ def test_the_best_rate_and_the_spread_over_seeds(tmp_path):
     (point,) = report.summarise(table_of(tmp_path, [finished(rate=rate) for rate in (1e-2, 1e-3)]))
     assert point["learning_rate"] == 1e-3  # the smaller of two that are alike
     points = report.summarise(table_of(tmp_path, [*ran, finished("own", 512, 128), finished("own", 512, 64)]))
-    report.draw(points, tmp_path / "f.png")  # several lengths and widths
+    figures.draw(report.panels(points), tmp_path / "f.png")  # several lengths and widths
     assert (tmp_path / "f.png").stat().st_size > 10_000 and len(points) == 3
 
 
