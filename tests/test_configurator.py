@@ -183,15 +183,38 @@ train.py --min_lr=-0.5                           min_lr -0.5 must be at least 0,
 train.py --warmup_iters=-2                       warmup_iters -2 must be at least 0, or -1, its default
 train.py --beta1=1                               beta1 1.0 must be below 1
 train.py --beta2=-0.1                            beta2 -0.1 must be at least 0
+train.py --batch_size=8                          unknown key '--batch_size': it is now '--micro_batch_size'
+train.py --keep_steps=3,x                        keep_steps 3,x: expected comma-separated step numbers
+train.py --min_lr=1                              min_lr 1.0 is above learning_rate 0.0006
+train.py --warmup_iters=9 --max_iters=9          warmup_iters 9 must be below max_iters 9
+train.py --schedule=wsd --warmup_iters=4 --decay_iters=9 --max_iters=12   warmup of 4 and decay of 9 steps
+train.py --branch=a@4 --init_from=b              init_from=b and branch=a@4: give one
+train.py --device=gpu                            device 'gpu' is unknown or missing
 train.py --n_embd=1e15                           n_embd 1000000000000000 must be at most 281,474,976,710,656
 train.py --grad_clip=-1                          grad_clip -1.0 must be at least 0
 sample.py --temperature=-1                       temperature -1.0 must be at least 0
+sample.py --temprature=1                         unknown key '--temprature': did you mean '--temperature'?
+sample.py --device=meta                          device 'meta' is unknown or missing
+sample.py --device=cpu:x                         device 'cpu:x' is unknown or missing
+sample.py --device=                              device '' is unknown or missing
+sample.py --out_dir=none                         none/checkpoint.safetensors: No such file or directory: no checkpoint
 sample.py --top_p=0                              top_p 0.0 must be above 0
 sample.py --top_p=1.5                            top_p 1.5 must be at most 1
 sample.py --max_new_tokens=0                     max_new_tokens 0 must be at least 1
+evaluate.py                                      give a run's folder: python evaluate.py out/longhorn_bpe
+evaluate.py a --include=none                     include none: there is no such folder
 evaluate.py --limit=-1                           limit -1 must be at least 0
 evaluate.py --batch_tokens=0                     batch_tokens 0 must be at least 1
 export.py --dtype=float8                         expected one of float32, bfloat16, float16: did you mean
+export.py --out_dir=a                            give --out_dir and either --to
+export.py --out_dir=a --to=a --from_hf=b         give --out_dir and either --to
+export.py --to=a                                 give --out_dir and either --to
+export.py --check=b --to=a --out_dir=c           or --check, to verify an exported folder
+export.py --out_dir=none --to=a                  none/checkpoint.safetensors: No such file or directory: no checkpoint
+export.py --out_dir=a --to=b --tokenizer=gpt2    --tokenizer works with --from_hf only
+export.py --out_dir=a --from_hf=b --dtype=bfloat16   --dtype with --to only
+export.py --out_dir=a --from_hf=b                b/config.json
+export.py --check=b                              b/config.json
 data/prepared.py                                 give the folder: holds train.bin, val.bin and meta.json
 data/prepared.py a b                             unexpected argument 'b'
 data/adopt.py a                                  give --vocab_size: 50257

@@ -243,9 +243,8 @@ def test_two_processes_score_as_one(folder, tmp_path):
 
 
 REFUSED = [  # settings; a key word. {folder} has tasks, {out} is a run, beside it runs with something wrong
-    ({"out_dir": ""}, "give a run's folder"), ({"out_dir": "{out}/none"}, "no checkpoint"),
+    ({"out_dir": "{out}/none"}, "no checkpoint"),
     ({"tasks": "my_chioce"}, "no task 'my_chioce' (there are my_choice"), ({"tasks": ","}, "no tasks"),
-    ({"include": "{out}/none"}, "no such folder"),
     ({"tokenizer": "tiktoken:gpt2"}, "is 'bytes', not 'gpt2'"), ({"out_dir": "{out}_unknown"}, "set --tokenizer"),
     ({"out_dir": "{out}_less"}, "256 tokens, the model 100"), ({"tasks": "my_text"}, "Couldn't reach the Hub at all")]
 

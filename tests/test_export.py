@@ -227,21 +227,6 @@ def test_a_tied_head_may_be_in_the_file_and_quantised_weights_may_not(tmp_path):
     refused(run(from_hf=quantised, out_dir=tmp_path / "out"), "embed.weight", "torch.int8")
 
 
-SETTINGS = [  # of the command line; a key word
-    ({"out_dir": "a"}, "--from_hf"), ({"out_dir": "a", "to": "a", "from_hf": "b"}, "either"),
-    ({"to": "a"}, "--out_dir"), ({"out_dir": "/none", "to": "a"}, "no checkpoint"),
-    ({"out_dir": "a", "to": "b", "tokenizer": "gpt2"}, "--from_hf"), ({"check": "b"}, "b/config.json"),
-    ({"out_dir": "a", "from_hf": "b"}, "b/config.json"), ({"check": "b", "to": "a", "out_dir": "c"}, "--check"),
-    ({"out_dir": "a", "from_hf": "b", "dtype": "bfloat16"}, "--to")]
-
-
-@pytest.mark.parametrize("settings, word", SETTINGS)
-def test_wrong_settings(settings, word, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    refused(run(**settings), word)
-    assert not os.listdir(tmp_path)
-
-
 def test_nothing_is_overwritten_unasked(tmp_path, monkeypatch):
     """The second export into a folder is all there is of it."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
