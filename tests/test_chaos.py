@@ -42,7 +42,7 @@ from faults import (
     torchrun_env,
     until,
 )
-from helpers import arguments, assert_same_run, events, log_lines, losses, poisoned, record, saved, small_memory
+from helpers import arguments, assert_same_run, events, losses, poisoned, record, saved, small_memory
 
 import configurator
 from data import prepared
@@ -57,17 +57,6 @@ KILLS = 50 if CHAOS else 2
 root = os.name == "posix" and os.geteuid() == 0
 
 
-# ------------------------------------------------------------------------------------------------- processes to disturb
-
-
-
-
-
-
-
-
-
-
 
 @pytest.fixture(scope="module")
 def undisturbed(nursery, data, tmp_path_factory):
@@ -79,8 +68,6 @@ def undisturbed(nursery, data, tmp_path_factory):
         Run(nursery, folder, argv, world, {}, {}).succeed()
         return folder / "run"
     return undisturbed
-
-
 
 
 def writing(out):
@@ -198,20 +185,6 @@ def test_a_process_that_nobody_joins_says_so(launch, data, tmp_path):
         assert "Traceback" not in r.said(), r.said()
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=LONG_FORM)])
-def test_a_result_that_was_lost_or_damaged_is_made_again_without_a_line_in_the_log(launch, data, out, world):
-    argv = arguments(data, out, RUN, micro_batch_size=4 // world, max_iters=8, eval_interval=4)
-    launch(argv, world).succeed()
-    before, result = log_lines(out), record(out)
-    for damage in (out / "result.json").unlink, partial((out / "result.json").write_text, "{"):
-        damage()
-        launch([*argv, "--resume=auto"], world).succeed()
-        assert log_lines(out) == before
-        assert all(record(out)[key] == result[key] for key in ("steps", "val_loss", "best_val_loss"))
-
-
-
-
 def torchrun(gates, places, *how):
     """The command of torchrun whose workers, train.py, are held at these places."""
     return [sys.executable, "-m", "torch.distributed.run", *how, held_train(gates, places)]
@@ -306,7 +279,12 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_both(launch, data, tmp_pat
 
 
 def smaller_on_the_second(rank):
-    return small_memory(7 - 4 * rank)
+    """With dropout: the search for a size that fits may draw no random numbers."""
+    class Small(small_memory(7 - 4 * rank)):
+        def __init__(self, config):
+            super().__init__(config)
+            self.embed.register_forward_hook(lambda m, inputs, h: torch.nn.functional.dropout(h, 0.2, m.training))
+    return Small
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=LONG_FORM)])
@@ -315,7 +293,7 @@ def test_auto_micro_batch_is_what_fits_on_every_rank(launch, data, out, tmp_path
     launch(argv("run", 64, auto_micro_batch=True), world, LM=smaller_on_the_second).succeed()
     config = record(out, "config")
     assert config["config"]["micro_batch_size"] == 6 // world and config["derived"]["accumulation"] == 2
-    launch(argv("by_hand", 6 // world), world).succeed()
+    launch(argv("by_hand", 6 // world), world, LM=smaller_on_the_second).succeed()
     assert losses(out) == losses(tmp_path / "by_hand")  # the search leaves no trace
 
 
@@ -330,11 +308,6 @@ def test_memory_that_really_runs_out(launch, data, out):
 
 
 # --------------------------------------------------------------------------------------------------------------- sweeps
-
-
-
-
-
 
 
 @LONG_FORM  # test_sweep.py does this to stand-ins for runs
@@ -474,8 +447,6 @@ def test_a_full_disk_while_preparing(small_disk):
 
 
 STEP = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")  # audit events of what changes a folder
-
-
 
 
 def test_a_preparation_killed_again_and_again(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """runtime/records.py: what a reader finds after a run that was killed or resumed. `pytest tests/test_records.py`"""
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -21,7 +22,7 @@ from helpers import ROOT, left_behind, refused, run_program
 from common import files
 from common.files import lock_folder
 from data import images
-from runtime import distributed, loss_curve, records, telemetry
+from runtime import checkpoint, distributed, loss_curve, records, telemetry
 from runtime.folder import Folder, Found, Progress
 from runtime.records import BadRecord, Log, code_version, environment, read_json, read_log, write_json
 from train import TrainConfig
@@ -36,13 +37,21 @@ def write_log(folder, *events, tail=""):
 
 
 def test_events_come_back_in_order_and_by_kind(tmp_path):
+    """Up to the step from which a run is resumed: what lies beyond goes, and a torn line."""
     log = Log(tmp_path)
     written = [log.write("train", 1, train_loss=2.5), log.write("eval", 1, val_loss=2.0),
                log.write("train", 2, train_loss=2.25)]
     assert read_log(tmp_path) == written  # each line is on disk as soon as it was written
-    assert written[0] == {"event": "train", "step": 1, "train_loss": 2.5}
-    assert [e["step"] for e in read_log(tmp_path, "train")] == [1, 2] and len(read_log(tmp_path, "eval")) == 1
+    assert written[0] == {"event": "train", "step": 1, "train_loss": 2.5} and read_log(tmp_path, "eval") == written[1:2]
     assert read_log(tmp_path, "skipped") == read_log(tmp_path / "nowhere") == []
+    with open(log.path, "a") as f:
+        f.write('{"event": "tr')
+    log = Log(tmp_path, step=1)
+    assert read_log(tmp_path) == written[:2]
+    written[2] = log.write("train", 2, train_loss=0.5)
+    assert list(map(json.loads, log.path.read_text().splitlines())) == written
+    Log(tmp_path)  # a new run
+    assert log.path.read_text() == "" and os.listdir(tmp_path) == ["log.jsonl"]
 
 
 def test_a_torn_last_line_is_left_out(tmp_path):
@@ -53,17 +62,6 @@ def test_a_torn_last_line_is_left_out(tmp_path):
         assert read_log(tmp_path) == events + [json.loads(last)] * (cut == len(last))
 
 
-def test_resuming_drops_what_lies_beyond_and_what_was_torn(tmp_path):
-    write_log(tmp_path, *(train_event(step, 1.0) for step in range(1, 8)), tail='{"event": "tr')
-    log = Log(tmp_path, step=5)
-    assert [e["step"] for e in read_log(tmp_path)] == [1, 2, 3, 4, 5]
-    log.write("train", 6, train_loss=0.5)
-    assert [e["step"] for e in read_log(tmp_path)] == [1, 2, 3, 4, 5, 6] and read_log(tmp_path)[-1]["train_loss"] == 0.5
-    assert all(json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines())
-    Log(tmp_path)  # a new run
-    assert (tmp_path / "log.jsonl").read_text() == "" and os.listdir(tmp_path) == ["log.jsonl"]
-
-
 def test_what_is_not_finite_becomes_null(tmp_path):
     record = Log(tmp_path).write("train", 1, train_loss=math.nan, norm=math.inf, low=-math.inf, lr=0.0, mfu=None)
     line = (tmp_path / "log.jsonl").read_text()
@@ -71,18 +69,23 @@ def test_what_is_not_finite_becomes_null(tmp_path):
     assert list(record.values())[2:] == [None, None, None, 0.0, None]
 
 
-def test_records_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "result.json"
+def test_files_are_written_whole_or_not_at_all(tmp_path):
+    """Records, logs and checkpoints: where a write fails, the old file is as it was, and there is no litter."""
+    result, weights = tmp_path / "result.json", tmp_path / "c"
     write_log(tmp_path, train_event(1, 3.0))
-    write_json(path, {"val_loss": 1.5, "list": [1, 2]})
+    write_json(result, {"val_loss": 1.5, "list": [1, 2]})
+    assert json.loads(result.read_text()) == {"val_loss": 1.5, "list": [1, 2]} and result.read_text().endswith("\n")
+    checkpoint.save(weights, {"x": torch.zeros(3)}, {"step": 1})
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(TypeError):
-        write_json(path, {"val_loss": object()})
-    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError(errno.ENOSPC, "disk full")))
-    for write in (lambda: write_json(path, {}), lambda: Log(tmp_path, step=1)):
-        with pytest.raises(OSError, match="disk full"):
+        write_json(result, {"val_loss": object()})
+    writes = [lambda: write_json(result, {}), lambda: Log(tmp_path, step=1),
+              lambda: checkpoint.save(weights, {"x": torch.ones(3)}, {"step": 2})]
+    for write, place in [*itertools.product(writes, ("os.fsync", "os.replace")), (writes[2], "zlib.crc32")]:
+        broken = OSError(errno.EIO, "broken disk")
+        with mock.patch(place, side_effect=broken), pytest.raises(OSError, match="broken disk"):
             write()
-    assert json.loads(path.read_text()) == {"val_loss": 1.5, "list": [1, 2]} and path.read_text().endswith("\n")
-    assert read_log(tmp_path) == [train_event(1, 3.0)] and sorted(os.listdir(tmp_path)) == ["log.jsonl", "result.json"]
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_line_that_the_disk_cuts_is_written_again(tmp_path):
@@ -128,8 +131,6 @@ def test_a_folder_has_one_lock_whatever_it_is_called_and_no_link_is_followed(tmp
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
         lock_folder(tmp_path / "run")
     assert (tmp_path / "precious").read_text() == "kept"
-
-
 
 
 def test_only_what_a_dead_process_of_this_host_left_is_deleted(tmp_path):

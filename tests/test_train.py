@@ -390,10 +390,9 @@ def test_evaluations_do_not_change_training(whole, data, out, changes):
     assert_same_training(out, whole)
 
 
-@pytest.mark.parametrize("size", [5, 100])
-def test_micro_batches_change_the_order_of_additions_alone(whole, data, out, size):
+def test_micro_batches_change_the_order_of_additions_alone(whole, data, out):
     """Which AdamW's division makes larger."""
-    succeed(arguments(data, out, micro_batch_size=size))
+    succeed(arguments(data, out, micro_batch_size=5))
     np.testing.assert_allclose(losses(out), losses(whole), rtol=2e-5)
     np.testing.assert_allclose(losses(out, "grad_norm"), losses(whole, "grad_norm"), rtol=1e-3)
     assert losses(out)[0] == pytest.approx(losses(whole)[0], rel=1e-6)
@@ -441,19 +440,17 @@ def test_documents_are_packed(whole, data, out, tmp_path):
 
 # --------------------------------------------------------------------------------------------------------------- resume
 
-@pytest.mark.parametrize("changes", [{}, {"pattern": "longhorn,llama", "n_layer": 2}, {"optimizer": "muon"},
-                                     {"log_interval": 3}], ids=str)  # the stop leaves no line of its own
-def test_stopping_and_continuing_changes_nothing(whole, data, out, tmp_path, changes):
-    undisturbed = tmp_path / "undisturbed" if changes else whole
-    if changes:
-        succeed(arguments(data, undisturbed, **changes))
+def test_stopping_and_continuing_changes_nothing(whole, data, out, tmp_path):
+    """Of a hybrid with Muon; where a line is of three steps, the stop leaves none of its own."""
+    changes = {"pattern": "longhorn,llama", "n_layer": 2, "optimizer": "muon", "log_interval": 3}
+    succeed(arguments(data, tmp_path / "undisturbed", **changes))
     last = succeed(arguments(data, out, **changes, resume="auto"), LM=stops_at(7)).out.splitlines()[-1]
     assert last.startswith("stopped after step 7 of 12") and last.endswith(" --resume=auto")
     assert f"--out_dir={out}" in shlex.split(last) and last.count("--resume=") == 1
     assert saved(out)[1]["step"] == 7 and not (out / "result.json").exists()
     assert "at step 7" in succeed(arguments(data, out, **changes, resume="auto")).out
-    assert_same_run(out, undisturbed)
-    assert losses(out) != losses(whole) or not changes
+    assert_same_run(out, tmp_path / "undisturbed")
+    assert losses(out)[-1] != losses(whole)[-1]
 
 
 def test_stopped_twice_and_from_another_folder(whole, data, tmp_path):
@@ -514,14 +511,14 @@ def damage(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("how", ["damaged", "cut short", "missing"])
-def test_a_damaged_checkpoint_is_passed_over(whole, data, out, how):
+@pytest.mark.parametrize("act, words", [(damage, "skipped: {}: damaged"), (Path.unlink, "")])
+def test_a_damaged_checkpoint_is_passed_over(whole, data, out, act, words):
     """The run continues from the one before it, and the rest of the log goes."""
     shutil.copytree(whole, out)
     newest = out / "checkpoint.safetensors"
-    {"damaged": lambda: damage(newest), "cut short": lambda: os.truncate(newest, 3000), "missing": newest.unlink}[how]()
+    act(newest)
     result = succeed(arguments(data, out, resume="auto"))
-    assert how == "missing" or f"skipped: {newest}: " in result.out and how in result.out
+    assert words.format(newest) in result.out
     assert f"continuing from {out / 'checkpoint-10.safetensors'} at step 10" in result.out
     assert_same_run(out, whole)
     assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in whole.iterdir())
@@ -556,18 +553,6 @@ def test_a_branch_is_the_run_from_scratch(trunk, data, tmp_path):
             assert f"branching from {trunk}/checkpoint-10.safetensors at step 10" in succeed(argv, LM=stops_at(2)).out
         succeed(argv)
         assert_same_run(out, scratch)
-
-
-def with_dropout(config):
-    lm = LM(config)
-    lm.embed.register_forward_hook(lambda m, inputs, h: torch.nn.functional.dropout(h, 0.2, m.training))
-    return lm
-
-
-def test_a_search_for_the_micro_batch_draws_no_random_numbers(data, out, tmp_path):
-    for folder, how in (out, {}), (tmp_path / "other", {"auto_micro_batch": True}):
-        succeed(arguments(data, folder, max_iters=4, self_check="off", **how), LM=with_dropout)
-    assert losses(out) == losses(tmp_path / "other")
 
 
 def test_steps_that_were_kept_stay_though_they_are_not_named_again(data, out):
@@ -833,10 +818,15 @@ def test_another_runs_log_is_seen(whole, trunk, data, out, kept):
     assert (out / "log-damaged-1.jsonl").exists() == kept
 
 
-def test_another_runs_result_is_made_again(whole, trunk, data, out):
+@pytest.mark.parametrize("result", ["", "{", "another run's"])
+def test_a_result_that_is_lost_or_not_this_runs_is_made_again(whole, trunk, data, out, result):
+    """Without a line in the log."""
     shutil.copytree(whole, out)
-    shutil.copy(trunk / "result.json", out)
-    assert f"{out / 'result.json'} is damaged, or another run's" in succeed(arguments(data, out, resume="auto")).out
+    (out / "result.json").unlink()
+    if result:
+        (out / "result.json").write_text(result if result == "{" else (trunk / "result.json").read_text())
+    said = succeed(arguments(data, out, resume="auto")).out
+    assert (f"{out / 'result.json'} is damaged, or another run's" in said) == bool(result)
     assert_same_run(out, whole)
 
 
