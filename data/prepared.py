@@ -8,12 +8,11 @@ describes them. meta.json is written last, so a folder that has one is complete 
 
 import hashlib
 import json
-import re
 import shlex
 import sys
 import zlib
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 
 import numpy as np
 
@@ -25,7 +24,6 @@ from data.shards import Shards, shards_sha256  # noqa: E402
 
 SPLITS = ("train", "val")
 DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
-TOKENIZERS = "bytes|char|gpt2|(tiktoken|hf|bpe):.+"  # their names in meta.json, see data/tokenizer.py
 FULL_CHECK_TOKENS = 200_000_000  # splits up to this size are read whole when opened (a tenth of a second or two)
 SPOT_CHECKS, SPOT_TOKENS = 256, 65_536  # of longer splits, so many evenly spaced slices of this length are read
 
@@ -53,7 +51,7 @@ class Tokens:
         train, val: read-only np.memmap or Shards, (tokens of the split,), uint16 or uint32.
         bytes_per_token: 1.0 if tokens are bytes; else {"train": float, "val": float} if meta.json has the number of
             bytes of each split; else None.
-        sha256: {"train": hex, "val": hex} as recorded, else of the files; `verify()` reads the files and compares.
+        sha256: {"train": hex, "val": hex} as recorded; `verify()` reads the files and compares.
 
     Raises DataError for a folder that is not prepared, and for files that are not what meta.json describes: of another
     size, with ids outside the vocabulary, of other content. The last two are checked on whole splits of up to 200M
@@ -120,7 +118,7 @@ class Tokens:
 
     def _check_content(self, split):
         for path, entry in self._files(split):
-            if entry.get("sha256") and file_sha256(path) != entry["sha256"]:
+            if file_sha256(path) != entry["sha256"]:
                 raise DataError(f"{path} is not the file that meta.json describes (its sha256 differs): {self._again}")
 
     def verify(self):
@@ -129,14 +127,9 @@ class Tokens:
             self._check_content(split)
 
     def _sha256(self, split):
-        """As recorded; of the files where meta.json has none, a hand-written one."""
-        recorded = self.meta["splits"][split]
-        if recorded.get("sha256"):
-            return recorded["sha256"]
-        hashes = [file_sha256(path) for path, _ in self._files(split)]
-        if len(hashes) == 1:
-            return hashes[0]
-        return shards_sha256(hashes)
+        """As recorded for each file."""
+        hashes = [entry["sha256"] for _, entry in self._files(split)]
+        return shards_sha256(hashes) if "shards" in self.meta["splits"][split] else hashes[0]
 
     def _bytes_per_token(self):
         if self.meta.get("bytes_per_token") is not None:
@@ -187,95 +180,19 @@ def _read_meta(folder):
         raise DataError(f"{folder} is not prepared (no meta.json): prepare it first ({how})")
     try:
         meta = json.loads(regular(path).read_bytes())
-        wrong = next((name for name, right in _fields(meta) if not right), None)
-    except KeyError as error:
-        wrong = error
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        wrong = "a field"
-    if wrong:
-        raise DataError(f"{path} is damaged ({wrong} is missing, or of the wrong type or range): prepare again ({how})")
-    crc32 = meta_crc32(meta)
-    if meta.get("crc32", crc32) != crc32:
-        raise DataError(f"{path} is damaged or edited (its checksum is {crc32}, recorded as {meta['crc32']}): prepare "
-                        f"again ({how}), or remove crc32 from it if it is right")
+        crc32, recorded = meta_crc32(meta), meta.get("crc32")
+    except (ValueError, AttributeError, RecursionError):
+        raise DataError(f"{path} is damaged: prepare again ({how})") from None
+    if recorded != crc32:
+        raise DataError(f"{path} is damaged or edited (its checksum is {crc32}, recorded as {recorded}): prepare again "
+                        f"({how}), or write this crc32 into it if all of it is right")
     return {"tokenizer": None, **meta}
 
 
 def meta_crc32(meta):
-    """The CRC-32 of all other fields of meta.json; one written by hand need not have it."""
+    """The CRC-32 of all other fields of meta.json, so that none needs to be checked."""
     rest = {key: value for key, value in meta.items() if key != "crc32"}
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
-
-
-def _is_count(value, least=0, most=2**63 - 1):
-    return type(value) is int and least <= value <= most  # a bool is not a count
-
-
-def _is_ratio(value):
-    return type(value) in (int, float) and 0 < value <= sys.float_info.max
-
-
-def _is_text(value):
-    return isinstance(value, str)
-
-
-def _fields(meta):
-    """Yields (name, True if it has the right type and range) of every field that is used later, so that no run fails
-    hours later or logs nonsense. Raises KeyError, TypeError or AttributeError if a field cannot be reached."""
-    vocab_size = meta["vocab_size"]
-    yield "vocab_size", _is_count(vocab_size, 1, 2**32)
-    yield "dtype", meta["dtype"] in DTYPES
-    table = meta.get("table")
-    if meta.get("tokenizer") == "char":
-        yield "table", _is_text(table) and 0 < len(table) == len(set(table)) <= vocab_size
-    optional = {
-        "bytes_per_token": _is_ratio,
-        "xz9_bits_per_byte": _is_ratio,
-        "end_of_text": lambda token: _is_count(token, 0, vocab_size - 1),
-        "tokenizer": lambda name: re.fullmatch(TOKENIZERS, name),
-        "table": _is_text,
-    }
-    for name, is_right in optional.items():
-        yield name, meta.get(name) is None or is_right(meta[name])
-    for split in SPLITS:
-        for name, is_right in _fields_of_split(meta["splits"][split]):
-            yield f"splits.{split}.{name}", is_right
-    if meta.get("documents") is not None:
-        documents = meta["documents"].get("val") or []
-        yield "documents", _are_in_order(documents, meta["splits"]["val"]["tokens"])
-
-
-def _fields_of_split(entry):
-    """As `_fields`, of a split."""
-    yield "tokens", _is_count(entry["tokens"])
-    for name, is_right in {"max_token": _is_count, "bytes": _is_count, "sha256": _is_text}.items():
-        yield name, entry.get(name) is None or is_right(entry[name])
-    if "shards" not in entry:
-        return
-    hashes = []
-    paths = []
-    for shard in entry["shards"]:
-        yield "shards", _is_count(shard["tokens"], 1)
-        paths.append(PurePath(shard["file"]))
-        if shard.get("sha256") is not None:
-            hashes.append(shard["sha256"])
-    yield "shards", sum(shard["tokens"] for shard in entry["shards"]) == entry["tokens"]
-    yield "shards", len(paths) == len(set(paths))
-    yield "shards", not any(path.is_absolute() or ".." in path.parts for path in paths)  # below the folder
-    yield "shards", all(map(_is_text, hashes))
-    if entry.get("sha256") and len(hashes) == len(paths):
-        yield "sha256", entry["sha256"] == shards_sha256(hashes)
-
-
-def _are_in_order(documents, n_tokens):
-    """Whether the documents of the validation split follow each other within it."""
-    end = 0
-    for document in documents:
-        start, length = document["start"], document["tokens"]
-        if not (_is_text(document["name"]) and _is_count(start, end) and _is_count(length, 1)):
-            return False
-        end = start + length
-    return end <= n_tokens
 
 
 def describe(tokens, checked):
