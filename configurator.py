@@ -261,7 +261,8 @@ class Reader:
 
     def print_help(self, usage, about):
         """Print the usage, what it is about, and a line per setting."""
-        print(f"usage: {usage} [--key=value ...]\n\n{about.strip()}")
+        others = "; " + self.config_class.OTHERS if hasattr(self.config_class, "OTHERS") else ""
+        print(f"usage: {usage} [--key=value ...]{others}\n\n{about.strip()}")
         meanings, headings = _comments(self.config_class)
         width = max(shutil.get_terminal_size().columns, 80)
         print(end="" if headings else "\n")

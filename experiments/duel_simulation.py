@@ -6,12 +6,12 @@ ones: the search of both rates and its error, seeds or pairs, pooling, held-out 
 A run's loss = law of its budget + file + seed + seed x file + what its rate costs. Each cell has 20,000 duels.
 """
 
-import argparse
 import json
 import math
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
+import configurator  # noqa: E402
 from common.errors import main_error  # noqa: E402
 from experiments import compare  # noqa: E402
 from runtime.records import environment, write_json  # noqa: E402
@@ -109,11 +110,14 @@ def record(simulations=20000):
         return {"cells": cells, "seeds_added": {until: run.result() for until, run in added.items()}}
 
 
+@dataclass
+class Options:
+    record: Path  # the file to write
+
+
 def main(argv):
-    parser = argparse.ArgumentParser(prog="duel_simulation.py", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", type=Path, help="the file to write")
-    args, where = parser.parse_args(argv), environment()
+    args = configurator.read(Options, argv, __doc__)
+    where = environment()
     simulations = 20000
     about = {"command": f"python experiments/duel_simulation.py {args.record}", "machine": where["cpu"],
              "commit": where["commit"], "date": time.strftime("%Y-%m-%d", time.gmtime()), "simulations": simulations}

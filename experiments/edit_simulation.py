@@ -7,10 +7,10 @@ part of the noise (by default such that the pair's difference has the SD of the 
 noise of their trunk.
 """
 
-import argparse
 import functools
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
+import configurator  # noqa: E402
 from common.errors import main_error  # noqa: E402
 from experiments.compare import bounds, decide  # noqa: E402
 from experiments.edit import CURVE_PAIRS, FEWEST, USUAL_SD  # noqa: E402
@@ -98,11 +99,13 @@ def record(simulations=20000):
         sd, times, noise, simulations, pairs, i, power)} for i, (sd, times, noise, pairs, power) in enumerate(cells)]
 
 
+@dataclass
+class Options:
+    record: Path  # the file to write
+
+
 def main(argv):
-    parser = argparse.ArgumentParser(prog="edit_simulation.py", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", type=Path, help="the file to write")
-    args = parser.parse_args(argv)
+    args = configurator.read(Options, argv, __doc__)
     cells = record()
     write_json(args.record, {"simulations": 20000, "cells": cells})
     for cell in cells:

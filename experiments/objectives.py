@@ -24,7 +24,6 @@ Eq. 7 is also an exact minimiser, but of another objective: each of the N number
 k_j S_ij. So a pair that is written repeatedly is read back as up to N times its value; Eq. 6 stops at its value.
 """
 
-import argparse
 import inspect
 import itertools
 import math
@@ -46,12 +45,14 @@ from torch import outer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import configurator  # noqa: E402
 import families  # noqa: E402, F401
 import model  # noqa: E402
 from bench.measure import headline, new_record, record_file, write_record  # noqa: E402
 from common.errors import ConfigError, main_error, regular  # noqa: E402
+from configurator import Seed  # noqa: E402
 from evaluation.tasks import table  # noqa: E402
-from experiments import pages  # noqa: E402
+from experiments import figures  # noqa: E402
 
 HOLDS = 1e-8  # an update holds if it differs from its minimiser by at most this share of the largest number in either
 MIXER_HOLDS = 1e-5  # a mixer, in float32, holds if its states differ by at most this, relative, in the 2-norm
@@ -558,7 +559,7 @@ def by_cosine(record):
 
 def draw(record, path):
     """Plot what a step of the diagonal form misses, against the cosine of two keys."""
-    with pages.figure(path, 1, 1, 7, 4.4, layout="tight") as (_, ((axes,),)):
+    with figures.figure(path, 1, 1, 7, 4.4, layout="tight") as (_, ((axes,),)):
         for (N, writes), missed in sorted(by_cosine(record).items()):
             if N > 1:  # for N = 1 Eq. 7 is Eq. 6
                 style = "o-" if writes < 0.5 else "s--"
@@ -598,25 +599,20 @@ def unexpected(record, rows):
     return lines
 
 
-def parse(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--add", action="append", default=[], metavar="FILE", help="a Python file with objective(S, "
-                        "S_prev, k, x, p), update(S_prev, k, x, p) and, optionally, name, note, L and S (the "
-                        "formulas); may be repeated")
-    parser.add_argument("--seed", type=int, default=0, help="seed of draws and streams (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="12 draws instead of 48, 2 streams instead of 4")
-    parser.add_argument("--out", help="record file (out/online_learning.json); a .md and .png go beside it")
-    parser.add_argument("--save", action="store_true", help="write them to results/online_learning.json, .md and .png")
-    args = parser.parse_args(argv)
-    if not 0 <= args.seed < 2**32:
-        parser.error(f"--seed={args.seed}: it must be in 0 .. {2**32 - 1}")
+@dataclass
+class Options:
+    add: list[Path] = ()  # Python files with objective(S, S_prev, k, x, p), update(S_prev, k, x, p) and, optionally,
+    # name, note, L and S (the formulas)
+    seed: Seed = 0  # seed of draws and streams
+    quick: bool = False  # 12 draws instead of 48, 2 streams instead of 4
+    out: Path = None  # record file (out/online_learning.json); a .md and .png go beside it
+    save: bool = False  # write them to results/online_learning.json, .md and .png
+
+
+def main(argv):
+    args, began = configurator.read(Options, argv, __doc__), time.perf_counter()
     if args.save and args.add and not args.out:
-        parser.error("--save with --add: results/ is only for the families in this file; choose a file with --out")
-    return args
-
-
-def main(argv=None):
-    args, began = parse(argv), time.perf_counter()
+        raise ConfigError("--save with --add: results/ is only for the families in this file; choose a file with --out")
     out = record_file(args, "online_learning")
     torch.set_num_threads(1)  # the states are small: more threads would only wait for each other
     rows = UPDATES + [read_update(path) for path in args.add]
@@ -640,6 +636,6 @@ def main(argv=None):
 if __name__ == "__main__":
     with main_error("experiments/objectives.py", ImportError):
         try:
-            sys.exit(main())
+            sys.exit(main(sys.argv[1:]))
         except KeyboardInterrupt:
             sys.exit("experiments/objectives.py: interrupted; nothing written")

@@ -250,6 +250,12 @@ bench/generate.py --contexts=1K                  --contexts=1K: expected a whole
 bench/generate.py --contexts=64,0                contexts 0 must be at least 1
 bench/generate.py --new-tokens=0                 new_tokens 0 must be at least 1
 tools/parameters.py 120M                         unexpected argument '120M'
+experiments/duel_simulation.py                   give the record: the file to write
+experiments/edit_simulation.py a b               unexpected argument 'b'
+experiments/objectives.py --seed=-1              seed -1 must be at least 0
+experiments/objectives.py --add=none.py          none.py: No such file or directory
+experiments/objectives.py --add a.py --save      --save with --add: results/ is only for
+experiments/objectives.py --out=a.png            --out=a.png: name a .json file
 experiments/recall/cell.py --epochs=0            epochs 0 must be at least 1
 experiments/recall/cell.py --max_iters=-1        max_iters -1 must be at least 0
 experiments/vision/classify.py --drop_path=1     drop_path 1.0 must be at most 0.99

@@ -204,12 +204,3 @@ def test_a_mistake_in_an_added_file_is_one_line(tmp_path, old, new, word):
     with pytest.raises(ConfigError, match=word) as error:
         ol.check(ol.read_update(path), 12, 0)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("argv, word", [
-    (["--out=a.png"], "name a .json file"), (["--save", "--add=a.py"], "--out"),
-    (["--seed=-1"], "4294967295"), (["--add=/none.py"], "/none.py")])
-def test_a_mistake_on_the_command_line_is_one_line(argv, word, capsys):
-    with pytest.raises((SystemExit, OSError, ConfigError)) as stopped:
-        ol.main(argv)
-    assert word in (capsys.readouterr().err.splitlines() or [str(stopped.value)])[-1]
