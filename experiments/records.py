@@ -133,14 +133,18 @@ def is_whole(value):
 
 def compared(kind, plan, records, source, accept_code):
     """(rows, attrs) from the Records of a sweep: which runs are comparable, and why the others are not."""
-    rows, reasons, known = {}, {}, set()
-    for name, at in plan["cells"].items():
+    rows = {}
+    reasons = {}
+    environments = {}  # of each version of the code; a run that began in one and ended in another has the last one's
+    known = set()
+    cells = plan.pop("cells")
+    for name, at in cells.items():
         try:
-            if isinstance(records[name], BadRecord):
-                raise records[name]
+            record = whole(records[name]).config
             with fields():
-                known.update(records[name].config["code_versions"])
+                known.update(record["code_versions"])
             rows[name] = checked(kind, name, at, records[name], accept_code)
+            environments[record["environment"]["code"]] = record["environment"]
         except BadRecord as reason:
             reasons[name] = str(reason)
     for version in accept_code:
@@ -148,56 +152,44 @@ def compared(kind, plan, records, source, accept_code):
             raise ConfigError(f"--accept_code={version}: the runs of {source} have {', '.join(sorted(known))}")
 
     finished = Counter(row["code"] for row in rows.values())
-    first = max(finished, key=lambda version: (version not in accept_code, finished[version]), default=None)
+    versions = sorted(finished, key=lambda version: (version in accept_code, -finished[version]))
     for name, row in rows.items():
-        if row["code"] not in {first, *accept_code}:
-            reasons[name] = f"other code, {row['code']}, than most runs, {first}: --accept_code={row['code']} joins it"
+        if row["code"] not in {versions[0], *accept_code}:
+            reasons[name] = (f"other code, {row['code']}, than most runs, {versions[0]}: --accept_code={row['code']} "
+                             "joins it")
     most, other = compare_settings({name: row.pop("same") for name, row in rows.items() if name not in reasons})
     reasons |= other
 
-    environments = {row["code"]: {} for row in rows.values()}
-    for name in rows:  # a run that began in one version and ended in another has the last one's
-        environment = records[name].config["environment"]
-        environments[environment["code"]] = environment
     used = Counter(row["code"] for name, row in rows.items() if name not in reasons)
-    code = [about_code(version, finished[version], used[version], environments, first)
-            for version in sorted(finished, key=lambda version: (version != first, -finished[version]))]
-
+    code = []
+    for version in versions:
+        before, files = (environments.get(v, {}).get("code_files") for v in (versions[0], version))
+        changed = runner.changed_files(before, files) if before and files else None
+        code.append({"code": version, "commit": environments.get(version, {}).get("commit"), "used": used[version],
+                     "runs": finished[version], "changed_files": changed})
     table = []
-    for name, at in plan["cells"].items():
+    for name, at in cells.items():
         row = {"left_out": reasons[name]} if name in reasons else rows[name]
         table.append({"run": name, **{key: at.get(key, 0) for key in PLACE[kind]}, **row})
-    about = {key: value for key, value in plan.items() if key != "cells"}
-    return table, about | {"settings": most.get("settings", {}), "code": code}
+    settings = {key: value for (group, key), value in most.items() if group == "settings"}
+    return table, {**plan, "settings": settings, "code": code}
 
 
 def compare_settings(same):
-    """({group: {key: the value of most runs}}, {run: why it is not comparable}) from {run: {group: {key: value}}}."""
-    votes, most, reasons = {}, {}, {}
-    for groups in same.values():
-        for group, values in groups.items():
-            votes.setdefault(group, Counter())[json.dumps(values)] += 1
-    for group, texts in votes.items():
-        most[group] = json.loads(texts.most_common(1)[0][0])
-    for name, groups in same.items():
-        other = []
-        for group, values in groups.items():
-            for key, value in values.items():
-                wanted = most[group].get(key, value)
-                if value != wanted:
-                    other.append(f"{key} {value} where most have {wanted}")
+    """({place: the value of most runs}, {run: why it is not comparable}) from {run: {place: value}}; a place is (group,
+    key)."""
+    votes = {}
+    for settings in same.values():
+        for place, value in settings.items():
+            votes.setdefault(place, Counter())[json.dumps(value)] += 1
+    most = {place: json.loads(texts.most_common(1)[0][0]) for place, texts in votes.items()}
+    reasons = {}
+    for name, settings in same.items():
+        other = [f"{place[1]} {value} where most have {most[place]}" for place, value in settings.items()
+                 if value != most[place]]
         if other:
             reasons[name] = "not comparable: " + ", ".join(other)
     return most, reasons
-
-
-def about_code(version, runs, used, environments, first):
-    """What `read` says of a version of the code."""
-    before = environments[first].get("code_files")
-    files = environments[version].get("code_files")
-    changed = runner.changed_files(before, files) if before and files else None
-    return {"code": version, "commit": environments[version].get("commit"), "runs": runs, "used": used,
-            "changed_files": changed}
 
 
 # ------------------------------------------------------------------------------------------------------------- one run
@@ -246,16 +238,16 @@ def checked(kind, name, at, records, accept_code=()):
         last = evaluations[-1] if evaluations else {}
         if (last.get("step"), last.get(measure)) != (result["steps"], result[measure]):
             raise BadRecord(f"log.jsonl does not end with the {measure} in result.json")
-        settings = {key: config.get(key) for key in SAME[kind]}
+        same = in_group("settings", {key: config.get(key) for key in SAME[kind]})
         if at.get("stage") == "cosine":  # which differs on purpose
-            del settings["schedule"]
+            del same["settings", "schedule"]
         row = {**config, **result}
         for key in PLACE[kind]:
             row[key] = at.get(key, 0)
         row["device"] = environment["cpu"] if result["device_name"] == "cpu" else result["device_name"]
         for key in ENVIRONMENT:
             row[key] = environment.get(key) or ""
-        row |= {"code": codes[-1], "time": str(record.get("time", "")), "left_out": "", "same": {"settings": settings}}
+        row |= {"code": codes[-1], "time": str(record.get("time", "")), "left_out": "", "same": same}
         return {"scaling": of_scaling, "recall": of_recall, "images": of_images}[kind](row, record, evaluations)
 
 
@@ -297,6 +289,11 @@ def check_place(kind, name, at, result, record):
                 raise BadRecord(f"another run's records: {key} is {value}, {source} says {said[key]}")
 
 
+def in_group(group, settings):
+    """{(group, key): value}, as compare_settings takes them."""
+    return {(group, key): value for key, value in settings.items()}
+
+
 def of_scaling(row, record, evaluations):
     """The row with tokens and losses per held-out file as arrays, and the loss on the first half of them, which chooses
     learning rates."""
@@ -306,9 +303,9 @@ def of_scaling(row, record, evaluations):
         raise BadRecord("its documents' losses do not make up its loss")
     first = slice(len(tokens) // 2 or None)
     identity = record["data"]["identity"]
-    row["same"]["data"] = {"train data": identity["train"], "val data": identity["val"],
-                           "val_tokens": row["val_tokens"]}
-    row["same"][f"size {row['size']}"] = {"tokens per window": row.get("eval_block_size") or row["block_size"]}
+    row["same"] |= {("data", "train data"): identity["train"], ("data", "val data"): identity["val"],
+                    ("data", "val_tokens"): row["val_tokens"],
+                    (row["size"], "tokens per window"): row.get("eval_block_size") or row["block_size"]}
     return row | {"val_document_tokens": tokens, "val_document_losses": losses,
                   "embedding": record["derived"]["parameters"]["embedding"],
                   "loss_of_choosing_files": float(np.average(losses[first], weights=tokens[first]))}
@@ -317,10 +314,9 @@ def of_scaling(row, record, evaluations):
 def of_recall(row, record, evaluations):
     """The row with `curve`, [[step, accuracy, loss]], the epochs it ran, `recall`, on examples that chose nothing,
     `steps_to_half`, and by_distance and by_pairs as {label: (queries, correct answers)}."""
-    point = f"{row['mixer']}, T = {row['T']}, width {row['n_embd']}"
-    row["same"] |= {f"T = {row['T']}": {key: row[key] for key in SAME_AT_A_LENGTH},
-                    f"T = {row['T']}, seed {row['seed']}": record["data"]["sha256"],
-                    point: settings_of_point("recall", record)}
+    row["same"] |= in_group(row["T"], {key: row[key] for key in SAME_AT_A_LENGTH})
+    row["same"] |= in_group((row["T"], row["seed"]), record["data"]["sha256"])
+    row["same"] |= in_group((row["mixer"], row["T"], row["n_embd"]), settings_of_point("recall", record))
     curve = [[e["step"], e["accuracy"], e["val_loss"]] for e in evaluations]
     share = {part["pairs"]: part["accuracy"] for part in row["by_pairs"]}
     by_distance = {f"{part['from']}-{part['to'] - 1}": answered(part) for part in row["by_distance"]}
@@ -349,8 +345,8 @@ def steps_to_half(curve, level=0.5):
 
 
 def of_images(row, record, evaluations):
-    place = ", ".join(str(row[key]) for key in PLACE["images"] if key != "seed")
-    row["same"] |= {"data": {"images": record["data"]["sha256"]}, place: settings_of_point("images", record)}
+    row["same"]["data", "images"] = record["data"]["sha256"]
+    row["same"] |= in_group((row["model"], row["directions"], row["n_layer"]), settings_of_point("images", record))
     return row
 
 
@@ -379,16 +375,17 @@ def of_extrapolation(saved):
 # ------------------------------------------------------------------------------------------------------ the saved sweep
 
 # sections of config.json, and the keys that are not kept
-SECTIONS = {"config": (), "environment": ("command", "code_files"), "derived": ("decayed",), "data": ()}
+SECTIONS = {"config": (), "environment": ("command", "code_files"), "derived": ("decayed",), "data": (), "result": ()}
 KEPT_OF_LOG = ("step", "tokens", "val_loss", "accuracy", "val_accuracy", "seconds")
 
 
 def load(source):
     """(plan, {name: Records or BadRecord}) of a sweep's folder, or of a file from save(). Raises ConfigError."""
-    source, records = Path(source), {}
+    source = Path(source)
     if source.is_file():
         return load_saved(source)
     plan = runner.read_plan(source)
+    records = {}
     for name in plan["cells"]:
         try:
             records[name] = finished_records(source / name)
@@ -397,22 +394,29 @@ def load(source):
     return plan, records
 
 
+def whole(records):
+    """The Records. Raises BadRecord if that is what they are."""
+    if isinstance(records, BadRecord):
+        raise records
+    return records
+
+
 def load_saved(path):
-    with fields(f"{path} (did a report write it?): its records"):
-        saved, records, places = read_json(path), {}, {}
-        for name, cell in saved["cells"].items():
-            places[name] = dict(cell["at"])
-            if "left_out" in cell:
-                records[name] = BadRecord(cell["left_out"])
-                continue
-            config = {key: value for key, value in cell.items() if key not in ("at", "result", "eval")}
-            for section in SECTIONS:
-                config[section] = saved["shared"][section] | cell[section]
-            config["environment"]["code_files"] = saved["code_files"][config["environment"]["code"]]
-            columns = cell["eval"]
-            evaluations = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-            records[name] = Records(saved["shared"]["result"] | cell["result"], config, evaluations)
-        return {**saved["plan"], "cells": places}, records
+    saved = read_json(path)
+    records = {}
+    places = {}
+    for name, cell in saved["cells"].items():
+        places[name] = cell.pop("at")
+        if "left_out" in cell:
+            records[name] = BadRecord(cell["left_out"])
+            continue
+        columns = cell.pop("eval")
+        for section, shared in saved["shared"].items():
+            cell[section] = shared | cell[section]
+        cell["environment"]["code_files"] = saved["code_files"][cell["environment"]["code"]]
+        evaluations = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        records[name] = Records(cell.pop("result"), cell, evaluations)
+    return {**saved["plan"], "cells": places}, records
 
 
 def save(source, path):
@@ -422,45 +426,40 @@ def save(source, path):
     with weight decay, and the training losses are dropped.
     """
     plan, records = load(source)
-    cells, whole, files = {}, [], {}
-    for name, at in plan["cells"].items():
+    cells = {}
+    finished = []
+    files = {}
+    for name, at in plan.pop("cells").items():
         try:
-            cell, code_files = kept(records[name])
+            cell = kept(whole(records[name]), files)
+            finished.append(cell)
         except BadRecord as reason:
-            cells[name] = {"at": at, "left_out": str(reason)}
-            continue
+            cell = {"left_out": str(reason)}
         cells[name] = {"at": at, **cell}
-        whole.append(cells[name])
-        files[cell["environment"]["code"]] = code_files
     shared = {}
-    for section in (*SECTIONS, "result") if whole else ():
-        shared[section] = common_to([cell[section] for cell in whole])
-        for cell in whole:
-            cell[section] = {key: value for key, value in cell[section].items() if key not in shared[section]}
-    about = {key: value for key, value in plan.items() if key != "cells"}
-    head = json.dumps({"plan": about, "code_files": files, "shared": shared}, indent=1).removesuffix("\n}")
+    for section in SECTIONS if finished else ():
+        first, *others = (cell[section] for cell in finished)
+        shared[section] = {key: value for key, value in first.items()
+                           if all(table.get(key, ...) == value for table in others)}
+        for cell in finished:
+            for key in shared[section]:
+                del cell[section][key]
+    head = json.dumps({"plan": plan, "code_files": files, "shared": shared}, indent=1).removesuffix("\n}")
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(cell)}" for name, cell in cells.items())
     with replacing(path) as tmp:
         Path(tmp).write_text(f'{head},\n "cells": {{\n{lines}\n }}\n}}\n')
 
 
-def kept(records):
-    """(what the file keeps of a run, {path: hash} of its code). Raises BadRecord."""
-    if isinstance(records, BadRecord):
-        raise records
-    result, record, evaluations = records
+def kept(records, files):
+    """What the file keeps of a run; {version: {path: hash}} of its code goes to `files`. Raises BadRecord."""
     with fields():
-        cell = {key: value for key, value in record.items() if key not in SECTIONS}
+        cell = {**records.config, "result": records.result, "eval": {}}
+        environment = cell["environment"]
+        files[environment["code"]] = environment["code_files"]
         for section, dropped in SECTIONS.items():
-            cell[section] = {key: value for key, value in record[section].items() if key not in dropped}
+            cell[section] = {key: value for key, value in cell[section].items() if key not in dropped}
         cell["config"]["out_dir"] = Path(cell["config"]["out_dir"]).name
-        cell["eval"] = {}
         for key in KEPT_OF_LOG:
-            if all(key in e for e in evaluations):
-                cell["eval"][key] = [e[key] for e in evaluations]
-        return cell | {"result": result}, record["environment"]["code_files"]
-
-
-def common_to(tables):
-    """The entries that all of the dicts have."""
-    return {key: value for key, value in tables[0].items() if all(table.get(key, ...) == value for table in tables)}
+            if all(key in e for e in records.evaluations):
+                cell["eval"][key] = [e[key] for e in records.evaluations]
+        return cell
