@@ -199,7 +199,7 @@ def entry_of(model, size, cells):
         notes.append(f"seeds ran at several rates, {', '.join(f'{r:g}' for r in rates)}: those at {rate:g} count")
     runs = runs[runs.learning_rate == rate]
 
-    cosines = cells[(cells.stage == "cosine") & (cells.left_out == "")]
+    cosines = cells[(cells.stage == "cosine") & (cells.left_out == "") & (cells.learning_rate == rate)]
     for c in cosines.itertuples():
         for loss in runs[(runs.tokens == c.tokens) & (runs.seed == c.seed)].val_loss:
             notes.append(f"a cosine to 0 with the same length, seed and rate ends at {c.val_loss:.4f} after "
@@ -386,17 +386,10 @@ def result(row):
     return f"needs {SPAN['tokens'].format(**row)} times {other}'s tokens at {row['size']} ({', '.join(inside)})"
 
 
-def paper_lines(pairs):
-    """What the paper claims of Longhorn and Mamba, in nats of this sweep, and what its Table 1 amounts to in tokens."""
-    claimed = []
-    longest = {}  # compared budget of each size
-    for row in pairs:
-        if row["is_main"]:
-            longest[row["size"]] = row["budget"]
-    for row in pairs:
-        if (row["a"], row["b"]) == ("longhorn", "mamba") and row.get("of_claim"):
-            if row["budget"] >= longest[row["size"]]:
-                claimed.append(f"{-row['of_claim']:.3f} nats at {row['size']} after {row['D']} tokens")
+def paper_lines(rows):
+    """What the paper claims of Longhorn and Mamba, in nats of these rows, and what its Table 1 amounts to in tokens."""
+    claimed = [f"{-row['of_claim']:.3f} nats at {row['size']} after {row['D']} tokens" for row in rows
+               if (row["a"], row["b"]) == ("longhorn", "mamba") and "of_claim" in row]
     if not claimed:
         return []
     gaps = []
@@ -444,7 +437,7 @@ def page(runs):
     if about["accepted"]:
         again += f" --accept_code={','.join(about['accepted'])}"
     again = [*about.get("commands", []), f"the report, from the records alone: {again}"]
-    beside = paper_lines(pairs)
+    beside = paper_lines(at_main)
     points = runs[list(POINTS)].rename(columns={"val_loss": "loss", "val_bits_per_byte": "bits_per_byte",
                                                 "block_size": "context", "left_out": "status"})
     points["status"] = points.status.replace("", "used")

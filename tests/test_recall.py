@@ -9,10 +9,8 @@ The statistics are tests of chance with fixed seeds: a p-value below 1e-4 fails.
 import json
 import math
 import re
-import shutil
 import signal
 from itertools import combinations, permutations
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -415,6 +413,13 @@ def test_a_sweep_from_its_plan_to_the_report(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "1 runs" in printed and "experiments/recall/cell.py --model=based --block_size=16" in printed
     assert mqar.RecallSweep.main(line) == 0 and "report.png" in capsys.readouterr().out
+    for source in (tmp_path / "x", tmp_path / "x/report.json"):
+        (run,) = records.read(source).itertuples()
+        ran = tmp_path / "x" / run.run
+        assert run.curve == [[e["step"], e["accuracy"], e["val_loss"]] for e in read_log(ran, "eval")]
+        share = {part["pairs"]: part["accuracy"] for part in record(ran)["by_pairs"]}
+        assert (run.left_out, run.epochs, run.recall) == ("", 1, share[2])
+    assert "<td>Based</td>" in (tmp_path / "x/report.html").read_text()
     result = tmp_path / "x/based_T16_d16_lr0.01_seed1/result.json"
     written = result.stat().st_mtime_ns
     assert mqar.RecallSweep.main(line) == 0 and result.stat().st_mtime_ns == written  # it is not run again
@@ -427,95 +432,53 @@ def test_the_plan_says_how_long_it_takes(capsys):
     assert "about 50 min at most" in said
 
 
-@pytest.fixture(scope="module")
-def swept(tmp_path_factory):
-    """The records of a sweep of four runs."""
-    folder = tmp_path_factory.mktemp("sweep") / "recall"
-    cells = mqar.cells_of(mqar.Preset({16: ("based", "longhorn")}, widths=(16,), lrs=(1e-2, 1e-3)), IN_A_SWEEP)
-    runner.write_plan(folder, cells, preset="none")
-    with mock.patch("runtime.telemetry.draw_loss"):
-        for c in cells:
-            cell.main([*c.argv, f"--out_dir={folder / c.name}"])
-    return folder
-
-
-def test_the_report_of_a_sweep_and_of_its_record(swept, tmp_path):
-    paths = report.write(swept, tmp_path / "x")
-    runs = records.read(paths["json"])
-    assert len(runs) == 4 and set(runs.left_out) == {""} and runs.attrs["settings"]["train_examples"] == 600
-    for run in runs.itertuples():
-        assert run.curve == [[e["step"], e["accuracy"], e["val_loss"]] for e in read_log(swept / run.run, "eval")]
-        result = record(swept / run.run)
-        assert [run.accuracy, run.epochs, run.seed] == [result["accuracy"], 1, 1]
-        assert run.recall in [row["accuracy"] for row in result["by_pairs"] if row["pairs"] == 2]
-    assert paths["png"].read_bytes()[:4] == b"\x89PNG" and "](x.png)" in paths["md"].read_text()
-    assert "<td>Longhorn</td>" in paths["html"].read_text()
-
-
-def edit(path, section=None, **changes):
-    record = json.loads(path.read_text())
-    (record[section] if section else record).update(changes)
-    path.write_text(json.dumps(record))
-
-
-@pytest.mark.parametrize("file, section, changes, word", [
-    ("result.json", None, {"accuracy": 0.5}, "log.jsonl does not end"),
-    ("result.json", None, {"accuracy": 1.5}, "accuracy is 1.5"), ("result.json", None, {"by_pairs": []}, "lack"),
-    ("config.json", "config", {"learning_rate": 3.0}, "learning_rate is 3.0"),
-    ("config.json", "config", {"epochs": 9}, "epochs 9 where most have 1"),
-    ("config.json", "data", {"sha256": {"test": "0"}}, "not comparable: test 0")])
-def test_a_bad_record_is_named_and_left_out(swept, tmp_path, file, section, changes, word):
-    shutil.copytree(swept, tmp_path / "copy")
-    name = "longhorn_T16_d16_lr0.01_seed1"
-    edit(tmp_path / "copy" / name / file, section, **changes)
-    runs = records.read(tmp_path / "copy")
-    (bad,) = runs[runs.left_out != ""].itertuples()
-    points = report.summarise(runs)
-    assert len(runs) == 4 and bad.run == name and word in bad.left_out
-    assert points[1]["mixer"] == "longhorn" and points[1]["learning_rate"] == 1e-3
-
-
-def test_rates_that_compete_have_the_same_settings(swept, tmp_path):
-    shutil.copytree(swept, tmp_path / "copy")
-    edit(tmp_path / "copy/longhorn_T16_d16_lr0.01_seed1/config.json", "config", d_state=99)
-    (left,) = filter(None, records.read(tmp_path / "copy").left_out)
-    assert re.search(r"not comparable: d_state \d+ where most have \d+$", left)
-
-
-def test_a_run_that_diverged_never_gets_there(swept, tmp_path):
-    """A rate is not judged by the seeds that survived it."""
-    shutil.copytree(swept, tmp_path / "copy")
-    for rate in "0.01", "0.001":
-        folder = tmp_path / f"copy/longhorn_T16_d16_lr{rate}_seed1"
-        (folder / "result.json").unlink()
-        with open(folder / "log.jsonl", "a") as log:
-            log.writelines(f'{{"event": "skipped", "step": {step}, "train_loss": NaN}}\n' for step in range(90, 100))
-        longhorn = [p for p in report.summarise(records.read(tmp_path / "copy")) if p["mixer"] == "longhorn"]
-        for point in longhorn:
-            assert point["learning_rate"] == 1e-3 and point["rates"][1e-2] == 0 and point["half"][1e-2] == [math.inf]
-        assert len(longhorn) == (rate == "0.01")
-
-
 def finished(mixer="longhorn", T=64, n_embd=64, rate=1e-2, seed=1, accuracy=0.5):
     """A run of a saved sweep, of 20 steps at 16 per epoch."""
     at = {"mixer": mixer, "T": T, "n_embd": n_embd, "learning_rate": rate, "seed": seed}
-    config = at | {"model": mixer, "block_size": T, "pairs": 4, "batch_examples": 8, "eval_interval": 10}
+    config = at | {"model": mixer, "block_size": T, "pairs": 4, "batch_examples": 8, "eval_interval": 10, "epochs": 2,
+                   "d_state": 8}
     result = {"accuracy": accuracy, "steps": 20, "seconds": 2.0 * seed, "parameters": 5000, "state_size": 10 * n_embd,
               "device_name": "cpu", "by_pairs": [{"pairs": 4, "queries": 8, "accuracy": accuracy - 0.01}],
               "by_distance": [{"from": 2, "to": 4, "queries": 10 * seed, "accuracy": accuracy}]}
     return {"at": at, "code_versions": ["a"], "config": config, "environment": {"code": "a", "cpu": "x"},
-            "derived": {"steps_per_epoch": 16}, "data": {"sha256": {}}, "result": result,
+            "derived": {"steps_per_epoch": 16}, "data": {"sha256": {"test": "1"}}, "result": result,
             "eval": {"step": [10, 20], "accuracy": [0.1, accuracy], "val_loss": [9.0, 5.0]}}
 
 
 def table_of(tmp_path, runs):
-    """records.read of a file with these runs."""
+    """records.read of a file with these runs, named 0, 1 ..."""
     for name, run in enumerate(runs):
-        run["config"]["out_dir"] = str(name)
+        if "config" in run:
+            run["config"]["out_dir"] = str(name)
     shared = dict.fromkeys(("config", "environment", "derived", "data", "result"), {})
     (tmp_path / "runs.json").write_text(json.dumps({
         "plan": {}, "code_files": {"a": {}}, "shared": shared, "cells": dict(enumerate(runs))}))
     return records.read(tmp_path / "runs.json")
+
+
+@pytest.mark.parametrize("section, changes, word", [
+    ("result", {"accuracy": 0.4}, "log.jsonl does not end"), ("result", {"accuracy": 1.5}, "accuracy is 1.5"),
+    ("result", {"seconds": 0}, "seconds is 0"), ("result", {"by_pairs": []}, "lack"),
+    ("config", {"learning_rate": 3.0}, "learning_rate is 3.0"), ("config", {"epochs": 9}, "epochs 9 where most have 2"),
+    ("config", {"batch_examples": 9}, "batch_examples 9 where most have 8"),
+    ("config", {"d_state": 99}, "not comparable: d_state 99 where most have 8"),
+    ("data", {"sha256": {"test": "0"}}, "not comparable: test 0 where")])
+def test_a_bad_record_is_named_and_left_out(tmp_path, section, changes, word):
+    ran = [finished(rate=rate, accuracy=0.3 + rate) for rate in (1e-2, 1e-3, 1e-4)]
+    ran[0][section] |= changes
+    runs = table_of(tmp_path, ran)
+    (bad,) = runs[runs.left_out != ""].itertuples()
+    (point,) = report.summarise(runs)
+    assert len(runs) == 3 and bad.run == "0" and word in bad.left_out and point["learning_rate"] == 1e-3
+
+
+def test_a_run_that_diverged_never_gets_there(tmp_path):
+    """A rate is not judged by the seeds that survived it."""
+    diverged = {"at": finished()["at"], "left_out": "it diverged: loss or gradient not finite up to step 9"}
+    ran = [diverged, finished(seed=2, accuracy=0.9), finished(rate=1e-3, seed=1), finished(rate=1e-3, seed=2)]
+    (point,) = report.summarise(table_of(tmp_path, ran))
+    assert point["learning_rate"] == 1e-3 and point["rates"][1e-2] == pytest.approx(0.45)
+    assert point["half"][1e-2][1] == math.inf
 
 
 def test_the_best_rate_and_the_spread_over_seeds(tmp_path):
