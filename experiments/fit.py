@@ -1,15 +1,20 @@
-"""The scaling law of a family's runs, by scipy's least_squares.
+"""The scaling law of families: constants, what one needs of another's tokens and compute, the loss of further runs.
 
-    L(N, D) = E + A / N^alpha + B / D^beta    Hoffmann et al. 2022, approach 3; N parameters, D tokens, L nats per token
-    N_opt ~ C^a, D_opt ~ C^(1-a)              a = beta / (alpha + beta), for C ~ N D
+    L(N, D) = E + (A / N^alpha + B / (D - D0)^beta)^gamma    N parameters but the embedding's, D tokens, L nats a token
 
-It minimises the summed Huber loss (delta 1e-3) of log L from a grid of starts. All runs stay in: the Huber loss gives
-outliers little weight. There are no intervals: the budgets of a seed branch from one run, so their noise is not
-independent, and three sizes do not tell E from alpha. Pages show no fit.
+    additive  D0 = 0, gamma = 1        Hoffmann et al. 2022, approach 3
+    offset    gamma = 1                the tokens of the warmup teach less
+    gamma     D0 = 0                   arXiv 2510.02228
 
-    from experiments import fit, records
-    runs = records.read("out/scaling_night").query("model == 'longhorn' and stage == 'seed' and left_out == ''")
-    fit.fit_loss(runs.parameters, runs.tokens, runs.val_loss)
+Means over seeds of log L are fitted by generalised least squares. The covariance along a trunk has a fixed shape
+(`shape`); a sweep has too few trunks to tell more than its scale. No form is chosen: a form chosen by a larger size is
+the true one in less than 60% of simulated sweeps. Ratios of tokens are read off curves per size, cubic in log D.
+Intervals are quantiles over simulated sweeps from the fits of all forms: noise of seeds, by Student's t and wider by
+the misfit beyond it, and what the errors of the learning rates cost.
+
+`fit_loss` alone fits any runs, by the summed Huber loss of log L, as Hoffmann et al. and Besiroglu et al. did.
+experiments/law.py does this with the records of a sweep; experiments/law_simulation.py counts how often the intervals
+hold the truth.
 """
 
 import itertools
@@ -17,64 +22,101 @@ import math
 from collections import namedtuple
 
 import numpy as np
-from scipy import optimize, special, stats
+from scipy import optimize
 
 DELTA = 1e-3  # Huber's threshold in log L
 EPOCH = dict(E=1.8172, A=482.0, alpha=0.3478, B=2085.4, beta=0.3658)  # Besiroglu et al. 2024, tokens of text
+MB = 2**20
+FORMS = {"additive": (), "offset": (5,), "gamma": (6,)}  # the constants that are free beside the first five
+PER_DOUBLING, FALL = 0.7, 0.4  # correlation of log L along a trunk; its SD falls as D^-0.4: duels at 460K and 1.5M
+QUANTILES = 0.05, 0.5, 0.95
 
 
 class CannotFit(ValueError):
     """The law cannot be fitted to these points; the message is one line: the value, the limit, what to do."""
 
 
-Fit = namedtuple("Fit", "E A alpha B beta a huber")  # E, A, B in nats; huber: the minimum of the summed Huber loss
+Fit = namedtuple("Fit", "E A alpha B beta D0 gamma cost")  # cost: half the sum of squares, or the summed Huber loss
+# Runs of a family, sizes and budgets ascending. N, flops (sizes,): parameters but the embedding's, FLOPs per token;
+# D (budgets,) tokens; log_L (seeds, sizes, budgets); rate_cost (sizes,): of the error of the rates in log L, on average
+Family = namedtuple("Family", "N flops D log_L rate_cost")
 
 
-def law(N, D, E, A, alpha, B, beta):
-    return E + A / N**alpha + B / D**beta
+# -------------------------------------------------------------------------------------------------------------- the law
+
+def law(N, D, E, A, alpha, B, beta, D0=0.0, gamma=1.0):
+    return E + (A / N**alpha + B / (D - D0) ** beta) ** gamma
 
 
-def fit_loss(N, D, L):
-    """Fit the law to runs: N, D, L (runs,) are parameters, tokens and loss in nats, all above 0.
+def fit_loss(N, D, L, form="additive", whiten=None, start=None):
+    """Fit a form of the law to runs: N, D, L (runs,) are parameters, tokens and loss in nats, all above 0.
 
-    An E that runs to 0 says that these runs show no floor, not that there is none. Raises CannotFit.
+    An E of 0 says that these runs show no floor, not that there is none. Raises CannotFit.
+
+    Args:
+        whiten: (runs, runs) by which residuals of log L are multiplied before they are squared; None: Huber's loss.
+        start: a Fit to begin from; None: many starts.
     """
     N, D, L = positive(N=N, D=D, L=L)
     check_design(N, D)
-    log_L = np.log(L)
+    free = [0, 1, 2, 3, 4, *FORMS[form]]
     centre_N = np.log(N).mean()
     centre_D = np.log(D).mean()
     x = np.log(N) - centre_N
-    y = np.log(D) - centre_D
 
-    def logs_of_terms(theta):
-        """(3, runs). theta's A and B are those at the centre of the runs: the constants then correlate less."""
-        log_E, log_A, alpha, log_B, beta = theta
-        return np.array([log_E + 0 * x, log_A - alpha * x, log_B - beta * y])
+    def terms(theta):
+        """The seven constants, A's and B's terms, their sum and log(D - D0). theta's A and B are logs of the terms at
+        the centre of the runs, where the constants correlate less; its D0 is in units of the fewest tokens."""
+        constants = np.array([0, 0, 0, 0, 0, 0, 1.0])
+        constants[free] = theta
+        _, log_A, alpha, log_B, beta, D0, _ = constants
+        y = np.log(D - D0 * D.min()) - centre_D
+        of_A = np.exp(log_A - alpha * x)
+        of_B = np.exp(log_B - beta * y)
+        return constants, of_A, of_B, of_A + of_B, y
 
     def residuals(theta):
-        return special.logsumexp(logs_of_terms(theta), 0) - log_L
+        constants, _, _, both, _ = terms(theta)
+        off = np.log(constants[0] + both ** constants[6]) - np.log(L)
+        return off if whiten is None else whiten @ off
 
     def jacobian(theta):
-        of_E, of_A, of_B = special.softmax(logs_of_terms(theta), 0)
-        return np.array([of_E, of_A, -x * of_A, of_B, -y * of_B]).T
+        (E, _, _, _, beta, D0, gamma), of_A, of_B, both, y = terms(theta)
+        power = both**gamma
+        slope = gamma * power / both
+        of_D0 = slope * of_B * beta * D.min() / (D - D0 * D.min())
+        columns = [np.ones_like(x), slope * of_A, -x * slope * of_A, slope * of_B, -y * slope * of_B, of_D0,
+                   power * np.log(both)]
+        matrix = np.array(columns)[free].T / (E + power)[:, None]
+        return matrix if whiten is None else whiten @ matrix
 
-    def search(start, evaluations):
-        return optimize.least_squares(residuals, start, jacobian, loss="huber", f_scale=DELTA, x_scale="jac",
-                                      xtol=1e-12, ftol=1e-12, gtol=1e-12, max_nfev=evaluations)
+    low = np.array([0, -50, 1e-3, -50, 1e-3, -3, 0.2])[free]
+    high = np.array([L.min(), 50, 5, 50, 5, 0.9, 5])[free]
 
-    short = []
-    for share, change_N, change_D in itertools.product((0.05, 0.5, 0.9), (0.1, 0.5, 2), (0.1, 0.5, 2)):
-        floor = share * L.min()
-        rest = math.log((np.median(L) - floor) / 2)
-        start = [math.log(floor), rest, change_N / x.std(), rest, change_D / y.std()]
-        short.append(search(start, 30))
-    short.sort(key=lambda result: result.cost)
-    best = min((search(result.x, 2000) for result in short[:3]), key=lambda result: result.cost)
-    log_E, log_A, alpha, log_B, beta = best.x.tolist()
+    def search(theta, evaluations):
+        inside = np.clip(theta, low + 1e-9, high - 1e-9)
+        loss = "huber" if whiten is None else "linear"
+        return optimize.least_squares(residuals, inside, jacobian, (low, high), x_scale="jac", loss=loss,
+                                      f_scale=DELTA, xtol=1e-10, ftol=1e-10, gtol=1e-10, max_nfev=evaluations)
+
+    if start is None:
+        short = []
+        for share, change_N, change_D in itertools.product((0.05, 0.5, 0.9), (0.1, 0.6), (0.1, 0.6)):
+            floor = share * L.min()
+            rest = math.log((np.median(L) - floor) / 2)
+            theta = np.array([floor, rest, change_N / x.std(), rest, change_D / np.log(D).std(), 0, 1])
+            short.append(search(theta[free], 30))
+        short.sort(key=lambda result: result.cost)
+        best = min((search(result.x, 2000) for result in short[:2]), key=lambda result: result.cost)
+    else:
+        E, A, alpha, B, beta, D0, gamma, _ = start
+        theta = np.array([E, math.log(A) - alpha * centre_N, alpha, math.log(B) - beta * centre_D, beta, D0 / D.min(),
+                          gamma])
+        best = search(theta[free], 2000)
+    E, log_A, alpha, log_B, beta, D0, gamma = terms(best.x)[0].tolist()
     with np.errstate(over="ignore"):
-        E, A, B = np.exp([log_E, log_A + alpha * centre_N, log_B + beta * centre_D]).tolist()
-    return Fit(E, A, alpha, B, beta, beta / (alpha + beta), float(best.cost))
+        A, B = np.exp([log_A + alpha * centre_N, log_B + beta * centre_D]).tolist()
+    return Fit(E, A, alpha, B, beta, float(D0 * D.min()), gamma, float(best.cost))
 
 
 def positive(**columns):
@@ -110,31 +152,212 @@ def check_design(N, D):
                         "told apart (limit 0.999): train each size at more than one budget")
 
 
-def isoflop(N, L, C, tolerance=0.2):
-    """The exponent of N_opt ~ C^exponent from parabolas of the loss in log N, one per budget of C FLOPs; None unless
-    three budgets have a vertex between their smallest and largest size.
+# ------------------------------------------------------------------------------------------------------ a family's fits
 
-    N, L, C: (runs,) parameters, loss, FLOPs, all above 0. Runs belong to one budget if consecutive sorted C differ by
-    at most a share of `tolerance`. Biased even without noise: the loss is a parabola in log N only near its minimum, so
-    sizes that are not symmetric around it move the vertex.
+def shape(D):
+    """The covariance of log L over budgets D (budgets,) along a trunk, in units of the variance at 1 MB."""
+    doublings = np.log2(np.asarray(D) / MB)
+    apart = doublings[:, None] - doublings
+    return 2.0 ** (-FALL * (doublings[:, None] + doublings)) * PER_DOUBLING ** abs(apart)
+
+
+def whitening(D):
+    return np.linalg.inv(np.linalg.cholesky(shape(D)))
+
+
+def seed_noise(family):
+    """(variance of log L over seeds at 1 MB, degrees of freedom)."""
+    seeds, sizes, budgets = family.log_L.shape
+    off = (family.log_L - family.log_L.mean(0)) @ whitening(family.D).T
+    df = (seeds - 1) * sizes * budgets
+    return (off**2).sum() / df, df
+
+
+def fit_family(family, form, log_L=None, start=None):
+    """Fit to the means over seeds, or to other log_L (sizes, budgets)."""
+    if log_L is None:
+        log_L = family.log_L.mean(0)
+    N = np.repeat(family.N, len(family.D))
+    D = np.tile(family.D, len(family.N))
+    whiten = np.kron(np.eye(len(family.N)), whitening(family.D))
+    return fit_loss(N, D, np.exp(log_L).ravel(), form, whiten, start)
+
+
+def log_law(fitted, N, D):
+    return np.log(law(N, D, *fitted[:7]))
+
+
+def misfit(family, form, fitted):
+    """The variance of residuals in units of that of seeds; 1 or more."""
+    _, sizes, budgets = family.log_L.shape
+    left = 2 * fitted.cost / (sizes * budgets - 5 - len(FORMS[form]))
+    return max(1.0, left / (seed_noise(family)[0] / len(family.log_L)))
+
+
+def per_token(family, N):
+    """FLOPs per token at parameters N; between the family's sizes FLOPs per parameter are linear in log N."""
+    return N * np.interp(np.log(N), np.log(family.N), family.flops / family.N)
+
+
+def allocation(fitted, family):
+    """a of N_opt ~ C^a over the compute C of the family's runs."""
+    N = np.geomspace(family.N[0] / 30, family.N[-1] * 30, 2000)
+    C = np.geomspace(family.flops[0] * family.D[0], family.flops[-1] * family.D[-1], 9)
+    best = []
+    for compute in C:
+        D = np.maximum(compute / per_token(family, N), fitted.D0 * 1.001 + 1)
+        best.append(N[np.argmin(law(N, D, *fitted[:7]))])
+    return np.polyfit(np.log(C), np.log(best), 1)[0]
+
+
+def frontier(fitted, family, levels):
+    """The least FLOPs for losses (levels,), over parameters between the smallest and the largest size."""
+    E, A, alpha, B, beta, D0, gamma, _ = fitted
+    N = np.geomspace(family.N[0], family.N[-1], 300)
+    least = []
+    for level in levels:
+        left = (level - E) ** (1 / gamma) - A / N**alpha  # for the term of D
+        D = D0 + (B / np.maximum(left, 1e-9)) ** (1 / beta)
+        least.append(np.min(per_token(family, N) * D))
+    return np.array(least)
+
+
+def compute_ratio(a, b, fitted_a, fitted_b):
+    """log2 of the FLOPs that a needs of b's, both on their frontier, for the loss of b's largest run, and its slope per
+    doubling of b's FLOPs, down to the loss of b's second size at the middle budget."""
+    high = law(b.N[1], b.D[len(b.D) // 2], *fitted_b[:7])
+    low = law(b.N[-1], b.D[-1], *fitted_b[:7])
+    levels = np.geomspace(low, high, 9)
+    x = np.log2(frontier(fitted_b, b, levels))
+    y = np.log2(frontier(fitted_a, a, levels)) - x
+    return {"compute": y[0], "per C": np.polyfit(x, y, 1)[0]}
+
+
+# ------------------------------------------------------------------------------------------------------ curves per size
+
+def curves(D, log_L):
+    """(log D (points,), log L (sizes, points)): a cubic in log D through each size, half a doubling beyond its ends."""
+    x = np.log(D)
+    points = np.linspace(x[0] - math.log(2) / 2, x[-1] + math.log(2) / 2, 300)
+    whiten = whitening(D)
+    cubic, *_ = np.linalg.lstsq(whiten @ np.vander(x - x.mean(), 4), whiten @ log_L.T)
+    return points, (np.vander(points - x.mean(), 4) @ cubic).T
+
+
+def log_tokens(points, curve, level):
+    """log D at which a falling curve comes to a level of log L; NaN where it does not."""
+    return np.interp(-level, -curve, points, left=np.nan, right=np.nan)
+
+
+def slope_within(y, x, group):
+    """The least-squares slope of y on x with a term per group; arrays of one shape, NaN left out."""
+    known = np.isfinite(y)
+    of_group = group[known][:, None] == np.unique(group)
+    return np.linalg.lstsq(np.column_stack([x[known], of_group]), y[known])[0][0]
+
+
+def ratios(a, b, log_L_a, log_L_b, D):
+    """What a needs of b's tokens: {quantity: log2 of a ratio, or its slope per doubling}, at budgets D for b.
+
+    b's loss is read at a's parameters.
     """
-    N, L, C = positive(N=N, L=L, C=C)
-    order = np.argsort(C, kind="stable")
-    ends_budget = np.diff(np.log(C[order])) > math.log1p(tolerance)
-    log_C = []
-    log_N = []
-    for budget in np.split(order, np.flatnonzero(ends_budget) + 1):
-        x = np.log(N[budget])
-        if len(set(x)) < 3:
-            continue
-        centre = x.mean()
-        curvature, slope, _ = np.polyfit(x - centre, L[budget] / L[budget].mean(), 2)
-        if curvature <= 1e-9:
-            continue
-        vertex = centre - slope / (2 * curvature)
-        if x.min() <= vertex <= x.max():
-            log_C.append(np.log(C[budget]).mean())
-            log_N.append(vertex)
-    if len(log_C) < 3:
-        return None
-    return float(stats.linregress(log_C, log_N).slope)
+    points_b, curves_b = curves(b.D, log_L_b + np.gradient(log_L_b, np.log(b.N), axis=0)
+                                * np.log(a.N / b.N)[:, None])
+    points, curves_a = curves(a.D, log_L_a)
+    tokens = []
+    for curve_a, curve_b in zip(curves_a, curves_b, strict=True):
+        tokens.append(log_tokens(points, curve_a, np.interp(np.log(D), points_b, curve_b)) - np.log(D))
+    tokens = np.array(tokens) / math.log(2)
+    sizes, budgets = np.indices(tokens.shape)
+    found = {f"tokens {i} {j}": tokens[i, j] for i, j in np.ndindex(tokens.shape)}
+    found["per D"] = slope_within(tokens, np.log2(D)[budgets], sizes)
+    found["per N"] = slope_within(tokens, np.log2(a.N)[sizes], budgets)
+    return found
+
+
+def power(family, N, D):
+    """log L by a power of D through the two largest budgets, and, for a new size, of N through the two largest."""
+    log_L = family.log_L.mean(0)
+    doublings = math.log(D / family.D[-1]) / math.log(family.D[-1] / family.D[-2])
+    at_D = log_L[:, -1] + (log_L[:, -1] - log_L[:, -2]) * doublings
+    if N in family.N:
+        return at_D[list(family.N).index(N)]
+    return at_D[-1] + (at_D[-1] - at_D[-2]) * math.log(N / family.N[-1]) / math.log(family.N[-1] / family.N[-2])
+
+
+# ------------------------------------------------------------------------------------------------------------ intervals
+
+def since(family, tokens):
+    """The family at budgets of at least so many tokens."""
+    keep = family.D >= tokens
+    return family._replace(D=family.D[keep], log_L=family.log_L[:, :, keep])
+
+
+def scale(rng, family, factor):
+    """A draw of the SD over seeds at 1 MB: that seen, by Student's t; factor: the misfit."""
+    variance, df = seed_noise(family)
+    return math.sqrt(variance * factor * df / rng.chisquare(df))
+
+
+def again(rng, family, factor):
+    """What the means (sizes, budgets) of another sweep like this one may differ by."""
+    seeds, sizes, budgets = family.log_L.shape
+    trunks = rng.standard_normal((sizes, budgets)) @ np.linalg.cholesky(shape(family.D)).T
+    rates = family.rate_cost * (rng.standard_normal(sizes) ** 2 - 1)
+    return scale(rng, family, factor) * trunks / math.sqrt(seeds) + rates[:, None]
+
+
+def one_more(rng, family, fitted, factor, N, D):
+    """A draw of log L of one run more: of a new size, or of the first seed's at one of the sizes, continued to D."""
+    before, both, after = shape([family.D[-1], D])[[0, 0, 1], [0, 1, 1]]
+    expected = log_law(fitted, N, D)
+    if N in family.N:
+        trunk = family.log_L[0, list(family.N).index(N), -1]
+        expected += both / before * (trunk - log_law(fitted, N, family.D[-1]))
+        after -= both**2 / before
+    else:
+        expected += family.rate_cost.max() * (rng.standard_normal() ** 2 - 1)
+    return expected + scale(rng, family, factor) * math.sqrt(after) * rng.standard_normal()
+
+
+def analyse(families, targets=None, least=MB, draws=200, seed=0):
+    """{quantity: (low, middle, high)}, the 90% interval and the median over simulated sweeps.
+
+    Quantities: `NAME alpha`, `NAME a`, `NAME E`; of targets {NAME: [(N, D)]} `NAME N D`, the log of a run's loss; of
+    the first family against each other one `NAME` and the quantities of `ratios` and `compute_ratio`.
+
+    Args:
+        families: {name: Family}, the first the one that the others are compared with.
+        least: tokens of the least budget that is fitted; curves have all.
+    """
+    rng = np.random.default_rng(seed)
+    first, *others = families
+    found = {}
+    for form in FORMS:
+        fits = {}
+        for name, family in families.items():
+            part = since(family, least)
+            fitted = fit_family(part, form)
+            fits[name] = part, fitted, misfit(part, form, fitted), log_law(fitted, part.N[:, None], part.D)
+        for _ in range(draws):
+            drawn = {}  # this sweep's log L
+            refits = {}
+            values = {}
+            for name, family in families.items():
+                part, fitted, factor, exact = fits[name]
+                off = again(rng, family, factor)
+                drawn[name] = family.log_L.mean(0) + off
+                refitted = fit_family(part, form, exact + off[:, -len(part.D):], fitted)
+                refits[name] = refitted
+                values |= {f"{name} E": refitted.E, f"{name} alpha": refitted.alpha,
+                           f"{name} a": allocation(refitted, part)}
+                for N, D in (targets or {}).get(name, ()):
+                    values[f"{name} {N:.0f} {D:.0f}"] = one_more(rng, part, refitted, factor, N, D)
+            for name in others:
+                budgets = fits[name][0].D
+                read = ratios(families[first], families[name], drawn[first], drawn[name], budgets)
+                read |= compute_ratio(fits[first][0], fits[name][0], refits[first], refits[name])
+                values |= {f"{name} {key}": value for key, value in read.items()}
+            for key, value in values.items():
+                found.setdefault(key, []).append(value)
+    return {key: np.nanquantile(values, QUANTILES).tolist() for key, values in found.items()}
