@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import re
+import runpy
 import signal
 import sys
 from fractions import Fraction
@@ -28,6 +29,7 @@ from helpers import (
     documents,
     reference,
     rejected,
+    run_program,
     run_python,
     write_folder,
     write_jsonl,
@@ -493,10 +495,10 @@ def test_what_is_not_adopted(tmp_path, train, dtype, how, words):
     assert not (folder / "meta.json").exists()
 
 
-@pytest.mark.parametrize("name", ["pystdlib", "pystdlib_bpe", "openwebtext", "shakespeare_char", "tokens"])
+@pytest.mark.parametrize("name", ["pystdlib", "openwebtext", "shakespeare_char"])
 def test_scripts_refuse_in_one_line(name, tmp_path):
     (tmp_path / "file").write_text("")
-    source = ["--files", ROOT / "requirements.txt", "--tokenizer=bytes"] if name in ("openwebtext", "tokens") else []
+    source = ["--files", ROOT / "requirements.txt", "--tokenizer=bytes"] if name == "openwebtext" else []
     failed = run_python(f"data/{name}/prepare.py", "--out", tmp_path / "file", *source)
     assert failed.returncode == 2 and failed.stdout == ""
     assert failed.stderr.startswith("prepare.py: error: cannot write to") and failed.stderr.count("\n") == 1
@@ -747,12 +749,14 @@ def test_openwebtext_counts_are_compared_with_the_published_ones():
     assert not warning(4_434_897) and not warning(5, tokenizer="bytes") and not warning(5, shuffle=None)
 
 
-def test_openwebtext_with_the_real_vocabulary(tmp_path):
+def test_openwebtext_with_the_real_vocabulary(tmp_path, monkeypatch):
     """The script as a user without network runs it: nanoGPT's tokens, and ids that GPT-2's users know by heart."""
     source, texts = tmp_path / "docs.jsonl", ["Hello world", *documents(120)]
-    done = run_python("data/openwebtext/prepare.py", "--files", write_jsonl(source, texts), "--vocab", VOCAB, "--out",
-                      tmp_path / "out", HF_HOME=tmp_path / "hf", TIKTOKEN_CACHE_DIR=tmp_path / "empty")
-    assert done.returncode == 0 and "120 documents to train on" in done.stdout, done.stderr
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
+    script = functools.partial(runpy.run_path, str(ROOT / "data/openwebtext/prepare.py"), run_name="__main__")
+    done = run_program(script, "--files", write_jsonl(source, texts), "--vocab", VOCAB, "--out", tmp_path / "out")
+    assert done.code == 0 and "120 documents to train on" in done.out, done.err
     tokens = Tokens(tmp_path / "out", vocab_size=50304)
     assert tokens.vocab_size == 50257 and tokens.train.dtype == np.uint16
     assert ",15496,995,50256," in "," + ",".join(map(str, tokens.train[:])) + ","

