@@ -32,8 +32,7 @@ def lock_folder(folder, wait=0.0):
             print(f"{folder} is in use by {holder}: waiting up to {wait:.0f} s for it to end", flush=True)
             said = True
         time.sleep(0.1)
-    for kind in ("safetensors", "json", "jsonl", "bin"):
-        remove_leftovers(os.path.join(glob.escape(os.fspath(folder)), f"*.{kind}"))
+    remove_leftovers(os.path.join(glob.escape(os.fspath(folder)), "*"))
     with contextlib.suppress(OSError):  # a full disk
         os.truncate(lock.fileno(), 0)
         os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}".encode())

@@ -214,8 +214,7 @@ def load_first(paths, weights=False):
             raise CheckpointError(f"{path}: imported from {meta['imported_from']}, so it has weights but no optimizer "
                                   "state: to train it, use --init_from with another out_dir")
         return path, tensors, meta, errors
-    others = f" ({len(errors) - 1} others in this folder cannot be read either)" if errors[1:] else ""
-    raise CheckpointError(errors[0] + others)
+    raise CheckpointError("; ".join(errors))
 
 
 class CheckpointManager:

@@ -896,7 +896,7 @@ REFUSED = [
      "--schedule=wsd before its decay"),
     ({"out_dir": "{whole}", "resume": "auto", "max_iters": 6}, "max_iters 12 -> 6"),
     ({"out_dir": "{trunk}", "resume": "auto", **PLAN, "max_iters": 24}, "max_iters 12 -> 24"),
-    ({"out_dir": "{junk}", "resume": "auto"}, "{junk}/checkpoint.safetensors: cut short", "1 others"),
+    ({"out_dir": "{junk}", "resume": "auto"}, "{junk}/checkpoint.safetensors: cut short", "; {junk}/best.safetensors:"),
     *(({"out_dir": f"{{{place}}}", "resume": "auto"}, f"{{{place}}}/checkpoint.safetensors: does not fit this run")
       for place in ("bad_step", "short")),
     ({"out_dir": "{released}", "resume": "auto"}, "as_released=True is no setting", "gla_released"),
