@@ -10,7 +10,6 @@ import gc
 import json
 import math
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -140,11 +139,8 @@ def python(code):
 
 @pytest.mark.parametrize("stage, status, reason", [
     (Stage("slow", 1, python("import time; time.sleep(1000)")), "over time", "killed at its limit of 1 s"),
-    (Stage("bad", 60, python("raise SystemExit('out of luck')")), "failed", "out of luck"),
     (Stage("crash", 60, python("import os; os.abort()")), "failed", "ended by signal 6 (SIGABRT)"),
-    (Stage("no file", 60, ["/no/such/program"]), "failed", "[Errno 2] No such file"),
-    (Stage("absent", 60, [], packages=("no_such_package",)), "skipped", "no_such_package is not installed"),
-    (Stage("none", 60, [], program="no-program"), "skipped", "no-program is not installed")])
+    (Stage("absent", 60, [], packages=("no_such_package",)), "skipped", "no_such_package is not installed")])
 def test_a_stage_of_a_gpu_that_does_not_succeed_says_why(stage, status, reason, tmp_path):
     """A record of before does not stay."""
     (tmp_path / f"{stage.name}.json").write_text('{"old": 1}')
@@ -205,30 +201,10 @@ def test_what_runs_operators_on_a_gpu_tried_on_the_cpu(name, tmp_path, monkeypat
             bench_ops.main([name, "--dry-run"])
 
 
-def test_the_stage_of_tests_runs_those_of_a_gpu(tmp_path):
-    (tmp_path / "test_x.py").write_text("""import pytest
-devices = pytest.mark.parametrize("device", ("cpu", "cuda"))
-def test_gpu_a(): pass
-def test_cpu(): assert 0
-@devices
-@pytest.mark.parametrize("width", (1, 2))
-def test_conv(width, device): assert device == "cuda"
-@devices
-def test_loss(device): assert 0
-""")
-    command = gpu.gpu_tests()
-    files = [word for word in command if word.startswith("tests/")]
-    assert {"tests/test_cuda.py", "tests/test_ops.py"} <= set(files)
-    command = [word for word in command if word not in files]
-    run = subprocess.run([*command, "test_x.py"], cwd=tmp_path, capture_output=True, text=True)
-    assert run.returncode == 0 and re.search("^=+ 3 passed", run.stdout, re.M)
-
-
 RAN = {"gpu": "NVIDIA H100 80GB HBM3", "torch": "2.11.0", "commit": "a" * 40, "uncommitted_changes": False}
 SENT = {  # what gpu.faults looks at
     "build": {"dry_run": False, "stage": {"status": "ok", "reason": ""}},
     "tests": {"dry_run": False, "passed": 2, "failed": 0, "stage": {"status": "ok", "reason": ""}},
-    "racecheck": {"dry_run": False, "stage": {"status": "skipped", "reason": "not installed"}},
     "scan_cuda": {"dry_run": False, "correctness": [
         {"family": "mamba", "B": 1, "T": 2, "D": 3, "N": 4, "dtype": "float32", "right": True,
          "results": {"dA": {"relative_error": 1e-7}}}]},
@@ -238,11 +214,9 @@ SENT = {  # what gpu.faults looks at
 
 @pytest.mark.parametrize("place, value, words", [
     ("tests.failed", 1, "tests.json: 2 tests passed and 1 failed"),
-    ("racecheck.stage.status", "failed", "racecheck.json: failed: not installed"),
     ("scan_cuda.correctness.0.right", False, "wrong: mamba 1 2 3 4 float32"), ("build.dry_run", True, "a dry run"),
-    ("training.environment.commit", "b" * 40, "its commit is bb"), ("build.environment.gpu", "B200", "its gpu is B200"),
+    ("training.environment.commit", "b" * 40, "its commit is bb"),
     ("training.environment.uncommitted_changes", None, "uncommitted changes, or outside git"),
-    ("training.rows.0.seconds.median_seconds", -0.1, "median_seconds is -0.1"),
     ("training.rows.0.last_loss", math.nan, "rows.last_loss is nan")])
 def test_records_that_cannot_be_sent_in_are_refused(place, value, words, tmp_path, capsys):
     records = {name: {"environment": dict(RAN), **copy.deepcopy(record)} for name, record in SENT.items()}

@@ -102,14 +102,6 @@ def test_tokenizers_of_hugging_face_and_tiktoken(tmp_path):
     assert (Text("char", "a\n\0").eot_token, Text("char", "ab\n").eot_token) == (2, 2)  # the zero before the line feed
 
 
-def test_what_nobody_asked_for(out):
-    """500 tokens after an empty line, at a temperature of 0.8, one sample."""
-    lm, _ = sample.load_model(out)
-    generator = torch.Generator().manual_seed(1337)
-    tokens = sample.generate(lm, torch.tensor([[10]]), 500, temperature=0.8, generator=generator)[0].tolist()
-    assert run(out_dir=out).out == bytes(tokens).decode(errors="replace") + "\n"
-
-
 def test_the_same_seed_says_the_same(out):
     text = lambda **how: run(out_dir=out, prompt="Once", max_new_tokens=40, **how).out
     first = text()
@@ -119,16 +111,16 @@ def test_the_same_seed_says_the_same(out):
 
 
 def test_what_is_said_is_what_the_model_generates(out):
-    """The tokens of `generate` on the loaded model, prompt longer than the training context included."""
+    """The tokens of `generate` on the loaded model, also after a prompt longer than the training context. Where nothing
+    is asked for: 500 tokens after an empty line, at a temperature of 0.8, one sample."""
     lm, meta = sample.load_model(out)
     assert not lm.training and meta["tokenizer"] == "bytes"
-    for prompt in ("ab", "a prompt far longer than the twenty-four bytes of context " * 3):
-        idx = torch.tensor([list(prompt.encode())])
-        generator = torch.Generator().manual_seed(1337)
-        tokens = sample.generate(lm, idx, 50, temperature=0.8, generator=generator)[0].tolist()
-        result = run(out_dir=out, prompt=prompt, max_new_tokens=50)
+    for prompt, n, given in ("\n", 500, False), ("far longer than the context of twenty-four bytes " * 3, 50, True):
+        generator, idx = torch.Generator().manual_seed(1337), torch.tensor([list(prompt.encode())])
+        tokens = sample.generate(lm, idx, n, temperature=0.8, generator=generator)[0].tolist()
+        result = run(out_dir=out, **{"prompt": prompt, "max_new_tokens": n} if given else {})
         assert result.code == 0 and result.out == bytes(tokens).decode(errors="replace") + "\n"
-        assert f"[50 tokens after a prompt of {len(prompt)} in " in result.err
+        assert f"[{n} tokens after a prompt of {len(prompt)} in " in result.err
 
 
 def test_text_streams_character_by_character(out, monkeypatch):

@@ -593,7 +593,7 @@ def test_the_identity_of_the_code(tmp_path, monkeypatch):
     apart = ["README.md", ".venv/torch.py", "venv/lib/site-packages/torch.py", "sample.py", "runtime/loss_curve.py",
              "evaluation/tasks.py", "bench/scan.py", "experiments/recall/report.py", "experiments/vision/report.py"]
     inside = ["train.py", "my_loss.py", "mine/loss.py", "experiments/vision/classify.py", "experiments/recall/cell.py",
-              "data/loader.py", "longhorn_scan.cu", "kernels/lanes.h"]
+              "data/loader.py", "longhorn_scan.cu", "kernels/mine.h"]
     monkeypatch.setattr(records, "__file__", str(tmp_path / "runtime/records.py"))
     for name in ("plots.py", *apart, *inside):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
