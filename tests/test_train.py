@@ -336,12 +336,17 @@ def test_speed_is_that_of_training_alone(data, out):
 
 
 def test_a_picture_is_drawn_at_times_and_never_worth_a_run(data, out):
-    for seconds, pictures in ((0, 3), (99, 1)):  # of three evaluations; the last one is in the last picture
-        draw_loss = mock.Mock(side_effect=ImportError("failed to map segment"))
-        with mock.patch("runtime.telemetry.PICTURE_SECONDS", seconds):
-            said = succeed(arguments(data, out), draw_loss=draw_loss).out
-        assert draw_loss.mock_calls == [mock.call(out)] * pictures
-        assert said.count("no loss.png: failed to map segment") == pictures and not (out / "loss.png").exists()
+    """A step takes a second, and every second one is evaluated: drawn are those after 4, 8 and 12."""
+    now, draw_loss = [0.0], mock.Mock(side_effect=ImportError("failed to map segment"))
+
+    def tick(n, lm, loss):
+        now[0] += 1
+
+    with mock.patch("time.perf_counter", lambda: now[0]), mock.patch("runtime.telemetry.PICTURE_SECONDS", 3):
+        argv = arguments(data, out, eval_interval=2, eval_tokens=64)
+        said = succeed(argv, LM=acting(tick), draw_loss=draw_loss).out
+    assert draw_loss.mock_calls == [mock.call(out)] * 3
+    assert said.count("no loss.png: failed to map segment") == 3 and not (out / "loss.png").exists()
 
 
 def test_a_log_is_on_the_disk_before_the_checkpoint_that_it_leads_to(data, out):
