@@ -16,6 +16,7 @@ import json
 import math
 import os
 from collections import Counter, namedtuple
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,28 +26,27 @@ from common.files import replacing
 from experiments.sweeps import runner
 from runtime.records import BadRecord, fields, read_json, read_log
 
-# What identifies a run within its sweep, as named in the plan; SETTING has other names in config.json
-PLACE = {"scaling": ("model", "size", "stage", "seed", "learning_rate", "steps", "from"),
-         "recall": ("mixer", "T", "n_embd", "learning_rate", "seed"),
-         "images": ("model", "directions", "n_layer", "seed"), "extrapolation": ("run",)}
-SETTING = {"mixer": "model", "T": "block_size", "context": "block_size", "steps": "max_iters"}
-MEASURE = {"scaling": "val_loss", "recall": "accuracy", "images": "val_accuracy"}  # the log must end with it
-POSITIVE = {"scaling": ("seconds", "flops", "parameters", "processes"), "recall": ("seconds", "parameters"),
-            "images": ("seconds", "parameters")}  # in result.json
-
-# Settings that all runs of a sweep must share to be comparable. In recall each length has its own number of pairs and
-# batch size.
-SAME = {"scaling": ("batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters", "min_lr",
-                    "vocab_size", "eval_block_size", "eval_tokens", "final_eval_tokens", "dtype", "init_from",
-                    "optimizer", "schedule"),
-        "recall": ("vocab_size", "power_a", "train_examples", "test_examples", "epochs", "stop_at", "optimizer",
-                   "weight_decay", "schedule", "grad_clip", "n_layer", "dtype"),
-        "images": ("dataset", "image_size", "patch_size", "batch_images", "epochs", "learning_rate", "weight_decay",
-                   "min_crop", "mirror", "rand_augment", "mixup", "cutmix", "erasing", "repeats", "smoothing",
-                   "eval_crop", "ema", "dtype")}
-SAME_AT_A_LENGTH = ("pairs", "batch_examples", "eval_interval")
-
+SETTING = {"mixer": "model", "T": "block_size", "context": "block_size", "steps": "max_iters"}  # of a place in the plan
 ENVIRONMENT = ("commit", "cpu", "torch", "python")
+
+
+
+@dataclass
+class Kind:
+    """What the records of an experiment have of their own: a row of KINDS.
+
+    place: what identifies a run, as named in the plan; point: those of it that the runs of one point share, and with
+    them all settings; same: settings that all runs share; positive: further numbers in result.json.
+    measure: the log must end with it. adds(row, record, evaluations): the row with what else reports read.
+    """
+
+    place: tuple
+    measure: str = ""
+    same: tuple = ()
+    adds: callable = None
+    point: tuple = ()
+    positive: tuple = ()
+
 
 Records = namedtuple("Records", "result config evaluations")  # result.json, config.json, evals of log.jsonl
 
@@ -80,7 +80,7 @@ def read(source, accept_code=(), kind=None):
 
     Args:
         accept_code: versions of the code whose runs also count.
-        kind: a key of PLACE, if only this kind is wanted.
+        kind: a key of KINDS, if only this kind is wanted.
     Raises ConfigError if there is no sweep, it is of another kind, accept_code is not a version of its code, or pandas
     is not installed.
     """
@@ -107,8 +107,8 @@ def read(source, accept_code=(), kind=None):
 
 def kind_of(plan, source):
     """The kind of sweep whose cells have such places. Raises ConfigError if there is none."""
-    for kind, place in PLACE.items():
-        needed = {*place} - {"from"}
+    for kind, row in KINDS.items():
+        needed = {*row.place} - {"from"}
         if all(needed <= at.keys() for at in plan["cells"].values()):
             return kind
     raise ConfigError(f"{source}: the plan does not say what its cells are: give the folder of a sweep")
@@ -118,7 +118,7 @@ def frame_of(rows, kind):
     """The rows as a DataFrame, whose columns of whole numbers stay whole where a run lacks one."""
     import pandas
 
-    columns = dict.fromkeys(["run", *PLACE[kind], "left_out", "device", "code", *ENVIRONMENT, "time"])
+    columns = dict.fromkeys(["run", *KINDS[kind].place, "left_out", "device", "code", *ENVIRONMENT, "time"])
     for row in rows:
         columns |= dict.fromkeys(row)
     whole = [key for key in columns if all(is_whole(row.get(key)) for row in rows)]
@@ -143,7 +143,7 @@ def compared(kind, plan, records, source, accept_code):
             record = whole(records[name]).config
             with fields():
                 known.update(record["code_versions"])
-            rows[name] = checked(kind, name, at, records[name], accept_code)
+            rows[name] = checked(KINDS[kind], name, at, records[name], accept_code)
             environments[record["environment"]["code"]] = record["environment"]
         except BadRecord as reason:
             reasons[name] = str(reason)
@@ -170,7 +170,7 @@ def compared(kind, plan, records, source, accept_code):
     table = []
     for name, at in cells.items():
         row = {"left_out": reasons[name]} if name in reasons else rows[name]
-        table.append({"run": name, **{key: at.get(key, 0) for key in PLACE[kind]}, **row})
+        table.append({"run": name, **{key: at.get(key, 0) for key in KINDS[kind].place}, **row})
     settings = {key: value for (group, key), value in most.items() if group == "settings"}
     return table, {**plan, "settings": settings, "code": code}
 
@@ -197,7 +197,7 @@ def compare_settings(same):
 def read_run(folder, at):
     """The row of a run of a scaling sweep. Raises BadRecord if a file is missing or damaged, or contradicts another
     file or `at`, the run's place in the plan."""
-    return checked("scaling", Path(folder).name, at, finished_records(Path(folder)))
+    return checked(KINDS["scaling"], Path(folder).name, at, finished_records(Path(folder)))
 
 
 def finished_records(folder):
@@ -234,33 +234,34 @@ def checked(kind, name, at, records, accept_code=()):
         codes = [code for code in stretches if code not in accept_code] or stretches[-1:]
         if len(set(codes)) > 1:
             raise BadRecord(f"its code changed while it was down: {', then '.join(stretches)}")
-        measure = MEASURE[kind]
         last = evaluations[-1] if evaluations else {}
-        if (last.get("step"), last.get(measure)) != (result["steps"], result[measure]):
-            raise BadRecord(f"log.jsonl does not end with the {measure} in result.json")
-        same = in_group("settings", {key: config.get(key) for key in SAME[kind]})
+        if (last.get("step"), last.get(kind.measure)) != (result["steps"], result[kind.measure]):
+            raise BadRecord(f"log.jsonl does not end with the {kind.measure} in result.json")
+        same = in_group("settings", {key: config.get(key) for key in kind.same})
         if at.get("stage") == "cosine":  # which differs on purpose
             del same["settings", "schedule"]
         row = {**config, **result}
-        for key in PLACE[kind]:
+        for key in kind.place:
             row[key] = at.get(key, 0)
+        if kind.point:
+            same |= in_group(tuple(row[key] for key in kind.point), settings_of_point(kind, config))
         row["device"] = environment["cpu"] if result["device_name"] == "cpu" else result["device_name"]
         for key in ENVIRONMENT:
             row[key] = environment.get(key) or ""
         row |= {"code": codes[-1], "time": str(record.get("time", "")), "left_out": "", "same": same}
-        return {"scaling": of_scaling, "recall": of_recall, "images": of_images}[kind](row, record, evaluations)
+        return kind.adds(row, record, evaluations)
 
 
 def check_outcome(kind, result, config):
     """Raises BadRecord if result.json's numbers cannot be those of a run that has learned."""
-    value = result[MEASURE[kind]]
-    if kind == "scaling":
+    value = result[kind.measure]
+    if kind.measure == "val_loss":
         guessing = math.log(config["vocab_size"])
         if not (is_number(value) and value < guessing):
             raise BadRecord(f"its loss is {str(value)[:40]}, and guessing's {guessing:.3f}: it diverged")
     elif not (value == 0 or is_number(value) and value <= 1):
         raise BadRecord(f"its accuracy is {str(value)[:40]}")
-    for key in POSITIVE[kind]:
+    for key in ("seconds", "parameters", *kind.positive):
         if not is_number(result[key]):
             raise BadRecord(f"{key} is {str(result[key])[:40]}: not a number above 0")
 
@@ -274,13 +275,13 @@ def check_place(kind, name, at, result, record):
     """Raises BadRecord if config.json is of another run than result.json or the plan."""
     config = record["config"]
     ran = {}
-    for key in (*PLACE[kind], "context"):
+    for key in (*kind.place, "context"):
         setting = SETTING.get(key, key)
         if setting in config:
             ran[key] = config[setting]
     ran |= {"model": config.get("pattern") or config["model"], "code": record["environment"]["code"],
             "seed": config["seed"], "folder": Path(config["out_dir"]).name}
-    if kind == "scaling":
+    if kind.measure == "val_loss":  # the others may stop early
         ran["tokens"] = config["max_iters"] * config["batch_tokens"]
     planned = at | {"folder": Path(name).name, "model": stem(at.get("model", ran["model"]))}
     for source, said in ("result.json", result), ("the plan", planned):
@@ -316,7 +317,6 @@ def of_recall(row, record, evaluations):
     `steps_to_half`, and by_distance and by_pairs as {label: (queries, correct answers)}."""
     row["same"] |= in_group(row["T"], {key: row[key] for key in SAME_AT_A_LENGTH})
     row["same"] |= in_group((row["T"], row["seed"]), record["data"]["sha256"])
-    row["same"] |= in_group((row["mixer"], row["T"], row["n_embd"]), settings_of_point("recall", record))
     curve = [[e["step"], e["accuracy"], e["val_loss"]] for e in evaluations]
     share = {part["pairs"]: part["accuracy"] for part in row["by_pairs"]}
     by_distance = {f"{part['from']}-{part['to'] - 1}": answered(part) for part in row["by_distance"]}
@@ -346,16 +346,15 @@ def steps_to_half(curve, level=0.5):
 
 def of_images(row, record, evaluations):
     row["same"]["data", "images"] = record["data"]["sha256"]
-    row["same"] |= in_group((row["model"], row["directions"], row["n_layer"]), settings_of_point("images", record))
     return row
 
 
-def settings_of_point(kind, record):
+def settings_of_point(kind, config):
     """What runs must share to be averaged at one point of a figure, beside what all runs of the sweep share."""
     from runtime.folder import MAY_CHANGE_ON_RESUME  # late: it imports PyTorch
 
-    others = {"seed", "learning_rate", *SAME[kind], *SAME_AT_A_LENGTH} | MAY_CHANGE_ON_RESUME - {"max_iters"}
-    return {key: value for key, value in record["config"].items() if key not in others | runner.WITHOUT_EFFECT}
+    others = {"seed", "learning_rate", *kind.same, *SAME_AT_A_LENGTH} | MAY_CHANGE_ON_RESUME - {"max_iters"}
+    return {key: value for key, value in config.items() if key not in others | runner.WITHOUT_EFFECT}
 
 
 def of_extrapolation(saved):
@@ -370,6 +369,22 @@ def of_extrapolation(saved):
             row[f"loss_{measured['length']}"] = measured.get("loss")
         rows.append(row)
     return rows, {"code": [{"code": code} for code in sorted({row["code"] for row in rows})]}
+
+
+SAME_AT_A_LENGTH = ("pairs", "batch_examples", "eval_interval")  # of recall
+KINDS = {
+    "scaling": Kind(("model", "size", "stage", "seed", "learning_rate", "steps", "from"), "val_loss", (
+        "batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters", "min_lr", "vocab_size",
+        "eval_block_size", "eval_tokens", "final_eval_tokens", "dtype", "init_from", "optimizer", "schedule"),
+        of_scaling, positive=("flops", "processes")),
+    "recall": Kind(("mixer", "T", "n_embd", "learning_rate", "seed"), "accuracy", (
+        "vocab_size", "power_a", "train_examples", "test_examples", "epochs", "stop_at", "optimizer", "weight_decay",
+        "schedule", "grad_clip", "n_layer", "dtype"), of_recall, ("mixer", "T", "n_embd")),
+    "images": Kind(("model", "directions", "n_layer", "seed"), "val_accuracy", (
+        "dataset", "image_size", "patch_size", "batch_images", "epochs", "learning_rate", "weight_decay", "min_crop",
+        "mirror", "rand_augment", "mixup", "cutmix", "erasing", "repeats", "smoothing", "eval_crop", "ema", "dtype"),
+        of_images, ("model", "directions", "n_layer")),
+    "extrapolation": Kind(("run",))}
 
 
 # ------------------------------------------------------------------------------------------------------ the saved sweep

@@ -35,7 +35,7 @@ PAPER = {"retnet": {"120M": 3.569, "120M at 4096": 3.492, "350M": 3.362, "350M a
 PAPER_TOKENS = {"120M": 2.5e9, "350M": 7e9}  # Table 5
 CLAIM = 1.8  # times Mamba's sample efficiency, Figure 1: 1.3B parameters, 100B tokens
 # Columns of points.csv, and other columns used here
-POINTS = ("run", *records.PLACE["scaling"], "parameters", "embedding", "tokens", "flops", "seconds", "val_loss",
+POINTS = ("run", *records.KINDS["scaling"].place, "parameters", "embedding", "tokens", "flops", "seconds", "val_loss",
           "val_bits_per_byte", "block_size", "device", "processes", "code", "time", "loss_of_choosing_files", "commit",
           "left_out")
 READ = ("val_document_tokens", "val_document_losses", "cpu")

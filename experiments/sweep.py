@@ -38,7 +38,7 @@ from common import errors  # noqa: E402
 from common.errors import ConfigError  # noqa: E402
 from experiments.compare import best_rate  # noqa: E402
 from experiments.pages import after_sweep, human  # noqa: E402
-from experiments.records import SAME, check_packages, label_settings, read_run, stem  # noqa: E402
+from experiments.records import KINDS, check_packages, label_settings, read_run, stem  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
 from experiments.sweeps.runner import Cell, hours, names, numbers  # noqa: E402
 from runtime.records import BadRecord, environment, is_finished  # noqa: E402
@@ -692,7 +692,7 @@ def check_settings(cells):
         check(config)
         shared = {}
         if c.at["stage"] != "cosine":
-            shared = {key: getattr(config, key, None) for key in SAME["scaling"]}
+            shared = {key: getattr(config, key, None) for key in KINDS["scaling"].same}
         shared[f"eval_block_size at {c.at['size']}"] = config.eval_block_size or config.block_size
         for key, value in shared.items():
             other, known = first.setdefault(key, (c.at["model"], value))

@@ -424,6 +424,33 @@ def test_the_multiplier_is_that_of_the_laws(whole):
     assert re.search(r"<strong>Longhorn needs 0\.\d\d \(0\.\d\d \.\. 0\.\d\d\) times RetNet's tokens at 1.5M", page)
 
 
+def test_an_experiment_of_ones_own_is_a_kind_and_a_page(tmp_path, monkeypatch, capsys):
+    kind = records.Kind(("heat", "seed"), "val_loss", ("vocab_size",), lambda row, record, evaluations: row)
+    monkeypatch.setitem(records.KINDS, "own", kind)
+    cells = {}
+    for heat, seed, loss in (0.5, 1, 1.0), (0.5, 2, 1.5), (2, 1, 3.0), (2, 2, 9.0):
+        at = {"heat": heat, "seed": seed, "model": "gla", "steps": 4, "learning_rate": 1e-3, "stage": "seed"}
+        cells[f"{heat} {seed}"] = at | {"argv": []}
+        make_run(tmp_path / f"{heat} {seed}", at, 1000, loss, None)
+    (tmp_path / "plan.json").write_text(json.dumps({"cells": cells}))
+
+    def page(runs):
+        means = runs.groupby("heat").val_loss.mean()
+        rows = [{"heat": heat, "loss": loss, "none": None} for heat, loss in means.items()]
+        curve = figures.Curve("gla", "GLA", means.index, means, means - 0.1, means + 0.1)
+        return pages.Page(["Heat hurts."], [], [figures.Panel("Heat", "heat", "nats", [curve], "x")], [
+            pages.table(rows, {"heat": "{heat:g}", "loss": "**{loss:.2f}", "gone": "{none}"}, "Means:")])
+
+    paths = pages.report("own", "My experiment", page, tmp_path)
+    text = re.sub(" +", " ", paths["md"].read_text())
+    assert capsys.readouterr().out == "Heat hurts.\n"
+    assert text.startswith("# My experiment\n\n**Heat hurts.**\n\n3 of 4 runs are used. AMD EPYC; begun 2026-11-20;")
+    assert "![Heat: GLA](report.png)" in text and "Means:\n\n| heat | loss |\n" in text
+    assert "| 0.5 | **1.26** |\n| 2 | **3.01** |\n" in text  # make_run's documents add 0.013
+    assert "Left out, 1 of 4 planned runs:\n\n- its loss is 9.0" in text and "it diverged (1): 2 2\n" in text
+    assert records.read(paths["json"]).heat.tolist() == [0.5, 0.5, 2, 2]
+
+
 def test_names_in_pages_are_shown_as_they_are():
     from markdown_it import MarkdownIt
 

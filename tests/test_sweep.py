@@ -25,7 +25,7 @@ from helpers import ROOT
 
 from common.errors import ConfigError
 from experiments import sweep
-from experiments.records import SAME
+from experiments.records import KINDS
 from experiments.sweeps import engines, runner
 from experiments.sweeps.runner import Cell
 from runtime import records
@@ -284,7 +284,7 @@ def test_runs_of_a_preset_differ_in_nothing_else(name, search, seed, cosine, war
     settings, chose, reported, one_each = set(), set(), set(), {}
     for c in cells:
         config = sweep.load(c.argv)
-        common = [getattr(config, key, None) for key in SAME["scaling"] if key != "schedule"]
+        common = [getattr(config, key, None) for key in KINDS["scaling"].same if key != "schedule"]
         settings.add((*common, config.dataset, config.block_size))
         assert config.schedule == ("cosine" if c.at["stage"] == "cosine" else "wsd")
         assert (config.model, config.seed, config.max_iters) == (c.at["model"], c.at["seed"], c.at["steps"])

@@ -18,7 +18,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from experiments.records import PLACE  # noqa: E402
+from experiments.records import KINDS  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
 from experiments.sweeps.experiment import Experiment  # noqa: E402
 from experiments.sweeps.runner import Cell, numbers  # noqa: E402
@@ -42,7 +42,7 @@ def cells_of(config, seeds, extra=()):
             argv = [f"config/{file}.py", f"--directions={way}", *([f"--n_layer={depth}"] if depth else []),
                     f"--seed={seed}", *extra]
             c = load([file, *argv[1:]])
-            at = {key: getattr(c, key) for key in PLACE["images"]}
+            at = {key: getattr(c, key) for key in KINDS["images"].place}
             cells.append(Cell(f"{c.model}_{way}_{c.n_layer}layers_seed{seed}", argv, at, 20.0 * c.n_layer))
     return cells
 
