@@ -314,4 +314,4 @@ def test_a_kill_before_the_best_has_its_name_leaves_that_to_the_resumed_run(tmp_
         manager.save({"w": torch.zeros(2)}, {"step": 10}, loss=1.0)
     assert files(tmp_path) == ["checkpoint"]
     checkpoint.CheckpointManager(tmp_path).on_resume(newest, load(newest)[1])
-    assert load(tmp_path / checkpoint.BEST)[1]["step"] == 10
+    assert load(tmp_path / checkpoint.BEST)[1]["step"] == 10 and checkpoint.steps(tmp_path) == {10: newest}
