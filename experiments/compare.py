@@ -366,14 +366,15 @@ def winner(means, p_of, alpha=0.05):
 
 # ------------------------------------------------------------------------------------------------ a look at every pair
 
-def bounds(fractions, alpha, power=2, walks=100_000):
+def bounds(fractions, alpha, walks=100_000):
     """Yields what Student's t of the mean of n differences has to exceed after each pair, such that all tests together
-    err with probability 0.6 alpha (the rest is for skewed differences).
+    err with probability 0.55 alpha (the rest is for skewed differences).
 
     fractions: how much of the plan (time, or pairs) had passed after each; a list may grow meanwhile. Until then the
-    tests may spend fraction^power of the error (Kim and DeMets 1987, Lan and DeMets 1989): of 22 bounds the last is
-    17% above that of a single test with this error, with power 8 3%. Each bound is that of simulated normal
-    differences which exceeded none before; infinite for one pair, and where less than one of `walks` may.
+    tests may spend fraction^8 of the error (Kim and DeMets 1987, Lan and DeMets 1989): the last bound is 3% above that
+    of a single test, and before half of the plan little is spent, when a rare bad run may not have been seen. Each
+    bound is that of simulated normal differences which exceeded none before; infinite for one pair, and where less than
+    one of `walks` may.
     """
     rng = np.random.default_rng(0)
     sums = np.zeros(walks)  # of the walks that exceeded no bound yet
@@ -383,7 +384,7 @@ def bounds(fractions, alpha, power=2, walks=100_000):
         x = rng.standard_normal(len(sums))
         sums = sums + x
         squares = squares + x * x
-        more = round(walks * 0.6 * alpha * fraction**power) - spent
+        more = round(walks * 0.55 * alpha * fraction**8) - spent
         if n == 1 or more < 1:
             yield math.inf
             continue
@@ -393,6 +394,24 @@ def bounds(fractions, alpha, power=2, walks=100_000):
         squares = squares[t < bound]
         spent += more
         yield bound
+
+
+def resampled(differences, error, resamples=4000):
+    """(low, high) of the mean of differences (..., n) by the bootstrap-t: Student's interval with the quantiles of t in
+    resampled pairs (Efron and Tibshirani 1993, section 12.5), where skewed pairs are skewed too. error: of both sides.
+    """
+    n = differences.shape[-1]
+    mean = differences.mean(-1)
+    sd = differences.std(-1, ddof=1)
+    z = (differences - mean[..., None]) / np.maximum(sd, 1e-300)[..., None]
+    counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), resamples).T / n  # the same for all
+    means = z @ counts
+    variances = (z * z) @ counts - means**2
+    t = means * math.sqrt(n - 1) / np.sqrt(np.maximum(variances, 1e-12))
+    rank = int(error / 2 * resamples)
+    t = np.partition(t, [rank, resamples - 1 - rank], -1)
+    error_of_mean = sd / math.sqrt(n)
+    return mean - t[..., -1 - rank] * error_of_mean, mean - t[..., rank] * error_of_mean
 
 
 def log_tokens(difference, curve):
@@ -405,28 +424,34 @@ def log_tokens(difference, curve):
     return np.log1p(np.maximum(difference * (ratio - 1) / half, -0.999)) / np.log2(ratio)
 
 
-def decide(differences, curves, bound, margin=0.02, alpha=0.05):
-    """What the pairs so far say: (verdict, log m, its low and high, mean difference, its half width), each (...,).
+def decide(differences, curves, bound, margin=0.02, alpha=0.05, resample=True):
+    """What the pairs so far say: (verdict, log m, its low and high, mean difference, its low and high), each (...,).
 
     Args:
         differences: (..., n) the edit's loss minus HEAD's per pair, in nats.
         curves: (..., k, 2) HEAD's curves for `log_tokens` from k >= 2 runs; their error (by the jackknife) is in the
             interval of m, how many times HEAD's tokens the edit needs.
         bound: of Student's t at this look, from `bounds`.
-    "better" and "worse": the interval of the mean difference excludes 0; "same": m is within `margin`.
+        resample: False is Student's interval alone, in a fraction of the time; where it decides nothing, both do not.
+    The interval of the mean holds Student's and the bootstrap-t's. "better" and "worse": it excludes 0; "same": m is
+    within `margin`.
     """
     n = differences.shape[-1]
     k = curves.shape[-2]
     mean = differences.mean(-1)
-    half = bound * differences.std(-1, ddof=1) / n**0.5
+    half = bound * np.maximum(differences.std(-1, ddof=1), 1e-300) / n**0.5  # an infinite bound: whatever the SD
+    least, most = mean - half, mean + half
+    if resample:
+        low, high = resampled(differences, 2 * special.stdtr(n - 1, -bound))
+        least, most = np.minimum(least, low), np.maximum(most, high)
     curve = curves.mean(-2)
     at = log_tokens(mean, curve)
     without = [log_tokens(mean, np.delete(curves, i, -2).mean(-2)) for i in range(k)]
     error = special.stdtrit(k - 1, 1 - alpha / 2) * np.sqrt((k - 1) * np.var(without, 0))
-    low = at - np.hypot(at - log_tokens(mean - half, curve), error)
-    high = at + np.hypot(log_tokens(mean + half, curve) - at, error)
-    low = np.where(mean - half > 0, np.maximum(low, 1e-9), low)  # the curve's error does not change the sign
-    high = np.where(mean + half < 0, np.minimum(high, -1e-9), high)
+    low = at - np.hypot(at - log_tokens(least, curve), error)
+    high = at + np.hypot(log_tokens(most, curve) - at, error)
+    low = np.where(least > 0, np.maximum(low, 1e-9), low)  # the curve's error does not change the sign
+    high = np.where(most < 0, np.minimum(high, -1e-9), high)
     is_same = (low > -np.log1p(margin)) & (high < np.log1p(margin))
-    verdict = np.select([mean + half < 0, mean - half > 0, is_same], ["better", "worse", "same"], "undecided")
-    return verdict, at, low, high, mean, half
+    verdict = np.select([most < 0, least > 0, is_same], ["better", "worse", "same"], "undecided")
+    return verdict, at, low, high, mean, least, most

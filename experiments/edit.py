@@ -159,7 +159,8 @@ class Comparison:
                 raise BadRecord(f"worse: it diverges with seed {cell.at['seed']} ({error})") from None
             raise ConfigError(f"{name} {'diverges' if diverged else 'does not run'}: {error}") from None
         self.rows[cell.name] = row
-        for key, value in {**row["same"]["data"], "dtype": row["dtype"], "torch": row["torch"]}.items():
+        facts = {key: value for (group, key), value in row["same"].items() if group == "data"}
+        for key, value in {**facts, "dtype": row["dtype"], "torch": row["torch"]}.items():
             before = self.facts.setdefault(key, value)
             if value != before:
                 raise ConfigError(f"{key} of {name}: {value}, where runs before have {before}: make it alike for "
@@ -189,15 +190,9 @@ class Comparison:
     def notes(self, n):
         """Lines: what differs beside the loss by more than 1%, and whether the pairs share their draws."""
         head, edit = self.probes[self.head], self.probes[self.edit]
-        for about, name in (head, self.head), (edit, self.edit):
-            speeds = self.column(name, "tokens_per_second", n) if n else [0]
-            about |= {"tokens/s": np.mean(speeds), "noise": np.std(speeds)}
         lines = []
-        for key in ("parameters", "FLOPs per token", "state", "tokens/s", "learning_rate"):
-            least = 0.01 * head[key]
-            if key == "tokens/s":
-                least = max(least, head["noise"])
-            if abs(edit[key] - head[key]) > least:
+        for key in ("parameters", "FLOPs per token", "state", "learning_rate"):
+            if abs(edit[key] - head[key]) > 0.01 * head[key]:
                 line = f"{key} {number(edit[key])}, {self.head} {number(head[key])}"
                 if key != "learning_rate":
                     line += ": better per token is not better per second"
@@ -280,12 +275,11 @@ class Budget:
 
 @dataclass
 class Decision:
-    """What a look says: compare.decide's verdict, ratio of tokens with its ends (logarithms), nats, half-width."""
+    """What a look says: compare.decide's verdict, log of the ratio of tokens and nats, both with their ends."""
 
     verdict: str = "undecided"
     interval: tuple = ()
-    nats: float = 0.0
-    half: float = 0.0
+    nats: tuple = ()
     sentence: str = ""  # of a comparison that needs no interval
 
     def times(self, head):
@@ -296,14 +290,14 @@ def decide(c, n, bound, args):
     """The Decision after n pairs."""
     if n == 1:
         return Decision("same", sentence="identical runs: the edit changes no bit") if c.identical() else Decision()
-    verdict, *interval, nats, half = (x.item() for x in compare.decide(*c.results(n), bound, args.margin, args.alpha))
-    return Decision(verdict, interval, nats, half)
+    verdict, *numbers = (x.item() for x in compare.decide(*c.results(n), bound, args.margin, args.alpha))
+    return Decision(verdict, numbers[:3], numbers[3:])
 
 
 def compare_versions(c, args, minutes, engine, say, looks):
     """Run pairs until they decide: the numbers of edit.json about this size. looks: file of when each ended."""
     budget = Budget(looks, args.pairs, minutes)
-    limits = compare.bounds(budget.fractions, *args.error)
+    limits = compare.bounds(budget.fractions, args.alpha)
     n = 0
     decision = Decision()
     done = False
@@ -334,6 +328,29 @@ def compare_versions(c, args, minutes, engine, say, looks):
     return describe(c, args, n, decision, budget, numbers)
 
 
+def speed(c, n, interval):
+    """A line, if the pairs tell that one version takes longer per token: how much, and what follows for the seconds to
+    HEAD's loss. interval: of the log of the ratio of tokens."""
+    edit, head = (-np.log(c.column(name, "tokens_per_second", n))[:, None] for name in (c.edit, c.head))
+    d = compare.difference(edit, head, np.ones(1), paired=True)
+    if d.low <= 0 <= d.high:
+        return []
+    tokens = compare.Multiplier(*np.exp(interval).tolist(), beyond=False)
+    seconds = compare.times(tokens, d.mean, (d.high - d.low) / 2)
+    ratio, low, high = np.exp([d.mean, d.low, d.high])
+    return [f"a token takes {ratio:.2f} ({low:.2f} .. {high:.2f}) times {c.head}'s seconds, {c.head}'s loss "
+            f"{seconds.value:.2f} ({seconds.low:.2f} .. {seconds.high:.2f}) times"]
+
+
+def odd_one(differences):
+    """The difference that is farthest from the median, in words; of few pairs, that one like it may not have run."""
+    at = int(np.argmax(abs(differences - np.median(differences))))
+    words = f"{differences[at]:+.4f} nats (seed {at + 1})"
+    if len(differences) < 30:
+        words += "; so few pairs may not show a rare bad run"
+    return words
+
+
 def describe(c, args, n, decision, budget, numbers):
     """`numbers`, with the sentence, the losses, and notes about how far the verdict reaches."""
     minutes = f"{budget.spent():.0f} minutes"
@@ -349,13 +366,16 @@ def describe(c, args, n, decision, budget, numbers):
     if len(budget.plans) > 1:
         notes.append(f"planned {', '.join(budget.plans)}: false verdicts with probability "
                      f"{len(budget.plans) * args.alpha:g}")
+    notes += speed(c, n, decision.interval)
     without_pairs = (head.var() + edit.var()) / max(differences.var(), 1e-12)
     notes += [f"the losses of pairs correlate by {np.corrcoef(head, edit)[0, 1]:.2f}: without pairs "
               f"{without_pairs:.1f} times as many runs",
-              f"loss {decision.nats:+.4f} +- {decision.half:.4f} nats per token, both at their config's learning rate",
+              "loss {:+.4f} ({:+.4f} .. {:+.4f}) nats per token, both at their config's learning rate".format(
+                  *decision.nats),
+              f"the pair that is farthest from the others: {odd_one(differences)}",
               f"on these held-out files; over other texts too: {texts[0]:.2f} .. {texts[1]:.2f}"]
-    return numbers | {"interval": np.exp(decision.interval).tolist(), "nats": decision.nats,
-                      "nats_half_width": decision.half, "over_texts": texts, "losses": [head.tolist(), edit.tolist()],
+    return numbers | {"interval": np.exp(decision.interval).tolist(), "nats": decision.nats[0],
+                      "nats_interval": decision.nats[1:], "over_texts": texts, "losses": [head.tolist(), edit.tolist()],
                       "curves": curves.tolist(), "sentence": sentence}
 
 
@@ -448,7 +468,6 @@ def run(args, extra):
     config = os.path.relpath((REPO / args.config).resolve(), REPO)
     if config.startswith(".."):
         raise ConfigError(f"{args.config} is not in {REPO}, so both versions would have the same: copy it there")
-    args.error = args.alpha, 8 if args.pairs else 2  # for compare.bounds: --pairs run to the end, and spend it there
     code = args.out / "code"
     began = time.strftime("%H:%M")
 
@@ -524,7 +543,7 @@ def expectation(c, args, minutes, jobs):
     """How many pairs there is time for, and what they usually tell, in words."""
     seconds = sum(4 + p["s/token"] * (args.steps * p["batch_tokens"] + 2e5) for p in c.probes.values())
     n = args.pairs or max(2, int(60 * minutes * jobs / seconds))  # 4 s to start; 2e5: the evaluation
-    bound = list(compare.bounds(np.arange(1, n + 1) / n, *args.error))[-1]
+    bound = list(compare.bounds(np.arange(1, n + 1) / n, args.alpha))[-1]
     shown = bound * USUAL_SD / n**0.5 / USUAL_SLOPE
     words = f"which tell tokens to +-{shown:.1%} at 460K" if shown < 1 else "too few"
     return f"about {n} pairs, {words}"

@@ -46,7 +46,8 @@ STAND_IN = textwrap.dedent("""
               "seed": seed, "learning_rate": float(given["learning_rate"]), "out_dir": str(out)}
     result = {"model": "longhorn", "val_loss": loss, "val_tokens": 100, "val_document_tokens": [60, 40],
               "val_document_losses": [loss, loss], "seconds": 1.0, "flops": 1.0, "parameters": 10, "processes": 1,
-              "tokens": steps * 64, "tokens_per_second": 100, "seed": seed, "code": "v2" + model.SEED, "steps": steps,
+              "tokens": steps * 64, "tokens_per_second": (100 + seed) / model.SLOW,
+              "seed": seed, "code": "v2" + model.SEED, "steps": steps,
               "device_name": "cpu", "dtype": model.DTYPE}
     events = [{"event": "train", "step": s, "tokens": 64 * s, "train_loss": loss} for s in range(1, steps + 1)]
     events.append({"event": "eval", "step": steps, "tokens": 64 * steps, "val_loss": loss})
@@ -66,7 +67,7 @@ print(json.dumps({"learning_rate": 0.01, "dataset": "words", "batch_tokens": 64,
                   "draws": {"w": [5, "same"], "v": [5, str(model.MORE)]}}))
 """
 MODEL = {"SHIFT": 0.0, "NOISE": 0.001, "SEED": "a", "DIES": False, "EDITS": "", "FAILS": "", "DATA": "d", "MORE": 0,
-         "WINDOW": 16, "DTYPE": "float32"}
+         "WINDOW": 16, "DTYPE": "float32", "SLOW": 1.0}
 
 
 def probe(monkeypatch, repo, text=PROBE):
@@ -144,25 +145,24 @@ def test_tokens_are_those_of_a_power_law(times):
 
 @pytest.mark.parametrize("alpha", [0.05, 0.2])
 def test_the_bound_of_one_look_is_students_and_of_two_the_integral_over_both(alpha):
-    error = 0.6 * alpha
+    error = 0.55 * alpha
     assert list(compare.bounds([0] * 11 + [1], alpha))[-1] == pytest.approx(stats.t.isf(error / 2, 11), rel=0.02)
-    first, last = np.array(list(compare.bounds([0] * 99 + [0.5] + [0.5] * 99 + [1], alpha)))[[99, 199]]
-    assert first == pytest.approx(stats.t.isf(error * 0.5**2 / 2, 99), rel=0.03)
+    first, last = np.array(list(compare.bounds([0] * 99 + [0.8] + [0.8] * 99 + [1], alpha)))[[99, 199]]
+    assert first == pytest.approx(stats.t.isf(error * 0.8**8 / 2, 99), rel=0.03)
     first, last = stats.norm.isf(stats.t.sf([first, last], [99, 199]))  # so many pairs are nearly normal
     both = stats.multivariate_normal(cov=[[1, 0.5**0.5], [0.5**0.5, 1]])  # of the looks after 100 and 200 pairs
     assert both.cdf([first, last], lower_limit=[-first, -last]) == pytest.approx(1 - error, abs=0.06 * error)
 
 
-@pytest.mark.parametrize("power", [2, 8])
 @pytest.mark.parametrize("fractions", [np.arange(1, 41) / 40, np.linspace(0.1, 1, 20) ** 2, [0.1, 0.2, 0.2, 0.6, 1]])
-def test_looks_spend_what_they_may_whenever_they_fall(fractions, power):
-    n, bounds = np.arange(1, len(fractions) + 1), np.array(list(compare.bounds(fractions, 0.1, power)))
+def test_looks_spend_what_they_may_whenever_they_fall(fractions):
+    n, bounds = np.arange(1, len(fractions) + 1), np.array(list(compare.bounds(fractions, 0.1)))
     x = np.random.default_rng(7).standard_normal((40000, len(n)))
     means, squares = x.cumsum(1) / n, (x**2).cumsum(1)
     with np.errstate(all="ignore"):
         t = means * np.sqrt(n / (squares / n - means**2) * (n - 1) / n)
     beyond = np.maximum.accumulate(abs(t[:, 1:]) > bounds[1:], 1).mean(0)
-    assert beyond == pytest.approx(0.06 * np.array(fractions[1:]) ** power, abs=4 * math.sqrt(0.1 / 40000))
+    assert beyond == pytest.approx(0.055 * np.array(fractions[1:]) ** 8, abs=4 * math.sqrt(0.1 / 40000))
 
 
 def test_verdicts_and_the_error_of_the_curve():
@@ -175,14 +175,14 @@ def test_verdicts_and_the_error_of_the_curve():
     assert verdict(0.0016, margin=0.005, bound=1.5) == "worse"
     wild = np.array([[0.39, 0.16], [0.3, 0.2], [0.6, 0.1], [0.2, 0.15]])  # its error does not change the sign
     for sign in -1, 1:
-        _, at, low, high, _, _ = compare.decide(noise + 0.004 * sign, wild, 3.0)
+        _, at, low, high, *_ = compare.decide(noise + 0.004 * sign, wild, 3.0)
         assert low < at < high and min(low * sign, high * sign) > 0
     unsure = curves + 0.05 * rng.standard_normal((4, 2))
     width = lambda curves: np.subtract(*compare.decide(noise + 0.02, curves, 3.0)[3:1:-1])
     assert width(unsure) > 1.2 * width(curves)
 
 
-@pytest.mark.parametrize("sd, noise", [(0.003, "normal"), (0.012, "unequal and skewed (3 times, gamma)"),
+@pytest.mark.parametrize("sd, noise", [(0.003, "normal"), (0.012, "exponential"),
                                        (0.03, "heavy tails (t, 3 degrees of freedom)")])
 def test_null_edits_are_rarely_called_better_or_worse(sd, noise):
     """Looked at after each of 60 pairs; 1.5% are three standard errors."""
@@ -191,12 +191,26 @@ def test_null_edits_are_rarely_called_better_or_worse(sd, noise):
     assert edit_simulation.simulate(sd, 1.1, noise, simulations=500)["covers"] > 0.94 - 0.03
 
 
+def test_the_interval_of_skewed_pairs_is_the_bootstrap_ts():
+    x = np.random.default_rng(3).exponential(1, 15)
+    error_of_mean = lambda x, axis: x.std(axis, ddof=1) / x.shape[axis] ** 0.5
+    rng = np.random.default_rng(4)
+    again = rng.choice(x, (20000, 15))
+    t = (again.mean(1) - x.mean()) / error_of_mean(again, 1)
+    low, high = x.mean() - np.quantile(t, [0.98, 0.02]) * error_of_mean(x, 0)
+    assert compare.resampled(np.stack([x, -x]), 0.04) == (
+        pytest.approx([low, -high], abs=0.06), pytest.approx([high, -low], abs=0.06))
+
+
 def test_the_record_is_of_this_decision_and_shows_what_is_claimed():
     cells = json.loads((ROOT / "results" / "edit_simulation.json").read_text())["cells"]
     for cell in cells:
+        rare = "sigma 1" in cell["noise"] or "one pair" in cell["noise"]
+        few = cell["pairs_at_most"] == 12
         if cell["times"] == 1:
-            assert cell["better"] + cell["worse"] <= 0.055, cell
-        assert cell["covers"] >= 0.94, cell
+            limit = (0.11 if few else 0.065) if rare else (0.06 if few else 0.055)
+            assert cell["better"] + cell["worse"] <= limit, cell
+        assert cell["covers"] >= (0.93 if rare else 0.94) - 0.05 * few, cell
     usual = {(c["times"], c["pairs_at_most"]): c for c in cells if c["sd"] == edit.USUAL_SD}
     n = edit_simulation.PAIRS_IN_15_MINUTES
     assert usual[1.05, n]["worse"] >= 0.9 and usual[1.02, 2 * n]["worse"] >= 0.5 and usual[1, n]["same"] >= 0.5
@@ -208,7 +222,7 @@ def test_the_record_is_of_this_decision_and_shows_what_is_claimed():
 # ---------------------------------------------------------------------------------------------------------- the course
 
 @pytest.mark.parametrize("changes, argv, code, words", [
-    ({"SHIFT": -0.05, "SEED": "b"}, [], 0, "edit: better, needs 0."),
+    ({"SHIFT": -0.05, "SEED": "b", "SLOW": 1.25}, [], 0, "edit: better, needs 0."),
     ({"SHIFT": 0.05, "SEED": "b", "MORE": 5}, [], 1, "edit: worse, needs 1."),
     ({"SEED": "b"}, [], 3, "edit: no difference of more than 2.0%: needs "),
     ({"SEED": "b", "NOISE": 0.1}, ["--pairs=5"], 4, "edit: undecided after 0 minutes: needs "),
@@ -227,6 +241,8 @@ def test_exit_codes_and_sentences(repo, run, changes, argv, code, words):
         times, low, high = of_size["interval"]
         assert times == pytest.approx((1 + changes.get("SHIFT", 0) / 0.4) ** (1 / 0.49), rel=0.02)
         assert (low < 1 < high, low > 1, high < 1) == (code == 3, code == 1, code == 0)
+        assert (f"a token takes 1.25 (1.25 .. 1.25) times HEAD's seconds, HEAD's loss {1.25 * times:.2f} " in said) == (
+            "SLOW" in changes)
     more = changes.get("MORE")
     assert ("parameters 15, HEAD 10: better per token is not better per second" in said) == bool(more)
     assert ("33.3% of the edit's parameters start from other values" in said) == bool(more)
@@ -379,11 +395,10 @@ def test_a_second_plan_is_said_and_minutes_add_up(repo, run):
 
 @pytest.mark.parametrize("argv, pairs", [([], edit.FEWEST), (["--pairs=4"], 4), (["--pairs=9"], 9)])
 def test_pairs_run_to_the_end_and_no_verdict_comes_before_the_sixth(repo, run, monkeypatch, argv, pairs):
-    asked = set()  # a plan of pairs keeps its error for the last one
-    monkeypatch.setattr(edit.compare, "bounds", lambda fractions, *error: asked.add(error) or (3.0 for _ in fractions))
+    monkeypatch.setattr(edit.compare, "bounds", lambda fractions, alpha: (3.0 for _ in fractions))
     change(repo, SHIFT=0.5, SEED="b", NOISE=0.00001)
     code, said, result = run(*argv, "--jobs=2")
-    assert code == 1 and result["sizes"]["460K"]["pairs"] == pairs and asked == {(0.05, 8 if argv else 2)}
+    assert code == 1 and result["sizes"]["460K"]["pairs"] == pairs
     assert said.count("; 0 minutes left\n") == pairs - 1  # a line for each pair but the first
 
 
