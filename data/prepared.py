@@ -24,8 +24,8 @@ from data.shards import Shards, shards_sha256  # noqa: E402
 
 SPLITS = ("train", "val")
 DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
-FULL_CHECK_TOKENS = 200_000_000  # splits up to this size are read whole when opened (a tenth of a second or two)
-SPOT_CHECKS, SPOT_TOKENS = 256, 65_536  # of longer splits, so many evenly spaced slices of this length are read
+FULL_CHECK_TOKENS = 200_000_000  # splits up to this size are hashed when opened (a tenth of a second or two)
+SPOT_CHECKS, SPOT_TOKENS = 256, 65_536  # so many evenly spaced slices of this length are searched for the largest id
 
 
 class DataError(ConfigError):
@@ -54,9 +54,9 @@ class Tokens:
         sha256: {"train": hex, "val": hex} as recorded; `verify()` reads the files and compares.
 
     Raises DataError for a folder that is not prepared, and for files that are not what meta.json describes: of another
-    size, with ids outside the vocabulary, of other content. The last two are checked on whole splits of up to 200M
-    tokens. For longer ones (OpenWebText has 9 billion) only the ids are checked, in 256 evenly spaced slices of 65,536
-    tokens; the rest is trusted as prepare.py recorded it. `verify()` reads everything.
+    size, with ids outside the vocabulary, of other content. Ids are looked at in 256 evenly spaced slices of 65,536
+    tokens, content in splits of up to 200M tokens; the rest (OpenWebText has 9 billion) is trusted as prepare.py
+    recorded it. `verify()` reads everything.
     """
 
     def __init__(self, folder, vocab_size=None, block_size=None):
@@ -150,12 +150,9 @@ def file_sha256(path):
 
 
 def _largest(tokens):
-    """The largest token id in a split (read whole up to FULL_CHECK_TOKENS, else in evenly spaced slices)."""
-    n = len(tokens)
-    if n <= FULL_CHECK_TOKENS:
-        return int(tokens[:].max())
-    starts = np.linspace(0, n - SPOT_TOKENS, SPOT_CHECKS).astype(np.int64)
-    return max(int(tokens[start : start + SPOT_TOKENS].max()) for start in starts)
+    """The largest token id in evenly spaced slices of a split, which are all of it up to 16 million tokens."""
+    starts = np.linspace(0, max(0, len(tokens) - SPOT_TOKENS), SPOT_CHECKS).astype(np.int64)
+    return max(int(tokens[start : start + SPOT_TOKENS].max()) for start in set(starts))
 
 
 def _prepare_command(folder, *options):
@@ -190,7 +187,7 @@ def _read_meta(folder):
 
 
 def meta_crc32(meta):
-    """The CRC-32 of all other fields of meta.json, so that none needs to be checked."""
+    """The CRC-32 of all other fields of meta.json: where it agrees, they are what data/writer.py wrote."""
     rest = {key: value for key, value in meta.items() if key != "crc32"}
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
 

@@ -147,6 +147,10 @@ def test_only_what_a_dead_process_of_this_host_left_is_deleted(tmp_path):
         clean()
         left = set(os.listdir(tmp_path)) - {".lock", "result.json"}
         assert left in ({*kept}, {*kept} - {Path(files.temporary(mine)).name})  # the writer's own is renamed
+    other = tmp_path / dead.name.replace("result.json", "train.bin")  # who locks the folder clears it of any file's
+    other.touch()
+    lock_folder(tmp_path).close()
+    assert not other.exists()
 
 
 def test_environment_says_where_it_ran(monkeypatch):
