@@ -9,8 +9,8 @@
 Means over seeds of log L are fitted by generalised least squares. The covariance along a trunk has a fixed shape
 (`shape`); a sweep has too few trunks to tell more than its scale. No form is chosen: a form chosen by a larger size is
 the true one in less than 60% of simulated sweeps. Ratios of tokens are read off curves per size, cubic in log D.
-Intervals are quantiles over simulated sweeps from the fits of all forms: noise of seeds, by Student's t and wider by
-the misfit beyond it, and what the errors of the learning rates cost.
+Intervals are quantiles over simulated sweeps from the fits of all forms: noise of seeds by Student's t, what the errors
+of the learning rates cost, and the misfit beyond both.
 
 `fit_loss` alone fits any runs, by the summed Huber loss of log L, as Hoffmann et al. and Besiroglu et al. did.
 experiments/law.py does this with the records of a sweep; experiments/law_simulation.py counts how often the intervals
@@ -188,10 +188,11 @@ def log_law(fitted, N, D):
 
 
 def misfit(family, form, fitted):
-    """The variance of residuals in units of that of seeds; 1 or more."""
-    _, sizes, budgets = family.log_L.shape
-    left = 2 * fitted.cost / (sizes * budgets - 5 - len(FORMS[form]))
-    return max(1.0, left / (seed_noise(family)[0] / len(family.log_L)))
+    """The variance of the means of log L around a fit beyond that of seeds and of the rates' costs; 0 or more."""
+    off = family.log_L.mean(0) - log_law(fitted, family.N[:, None], family.D)
+    seen = (off**2).sum() / (off.size - 5 - len(FORMS[form]))
+    of_seeds = seed_noise(family)[0] * np.diag(shape(family.D)).mean() / len(family.log_L)
+    return max(0.0, seen - of_seeds - 2 * (family.rate_cost**2).mean())
 
 
 def per_token(family, N):
@@ -216,7 +217,7 @@ def frontier(fitted, family, levels):
     N = np.geomspace(family.N[0], family.N[-1], 300)
     least = []
     for level in levels:
-        left = (level - E) ** (1 / gamma) - A / N**alpha  # for the term of D
+        left = max(level - E, 0) ** (1 / gamma) - A / N**alpha  # for the term of D
         D = D0 + (B / np.maximum(left, 1e-9)) ** (1 / beta)
         least.append(np.min(per_token(family, N) * D))
     return np.array(least)
@@ -293,31 +294,38 @@ def since(family, tokens):
     return family._replace(D=family.D[keep], log_L=family.log_L[:, :, keep])
 
 
-def scale(rng, family, factor):
-    """A draw of the SD over seeds at 1 MB: that seen, by Student's t; factor: the misfit."""
+def scale(rng, family):
+    """A draw of the SD over seeds at 1 MB: that seen, by Student's t."""
     variance, df = seed_noise(family)
-    return math.sqrt(variance * factor * df / rng.chisquare(df))
+    return math.sqrt(variance * df / rng.chisquare(df))
 
 
-def again(rng, family, factor):
-    """What the means (sizes, budgets) of another sweep like this one may differ by."""
+def again(rng, family, misfit):
+    """What the means (sizes, budgets) of another sweep like this one may differ by; misfit: a variance.
+
+    A rate that is off by a normal error costs its square, of which the mean is in every loss.
+    """
     seeds, sizes, budgets = family.log_L.shape
     trunks = rng.standard_normal((sizes, budgets)) @ np.linalg.cholesky(shape(family.D)).T
     rates = family.rate_cost * (rng.standard_normal(sizes) ** 2 - 1)
-    return scale(rng, family, factor) * trunks / math.sqrt(seeds) + rates[:, None]
+    off = scale(rng, family) * trunks / math.sqrt(seeds) + rates[:, None]
+    return off + math.sqrt(misfit) * rng.standard_normal((sizes, budgets))
 
 
-def one_more(rng, family, fitted, factor, N, D):
+def one_more(rng, family, fitted, misfit, N, D):
     """A draw of log L of one run more: of a new size, or of the first seed's at one of the sizes, continued to D."""
-    before, both, after = shape([family.D[-1], D])[[0, 0, 1], [0, 1, 1]]
+    covariance = scale(rng, family) ** 2 * shape([family.D[-1], D])
     expected = log_law(fitted, N, D)
     if N in family.N:
-        trunk = family.log_L[0, list(family.N).index(N), -1]
-        expected += both / before * (trunk - log_law(fitted, N, family.D[-1]))
-        after -= both**2 / before
+        i = list(family.N).index(N)
+        covariance += 2 * family.rate_cost[i] ** 2 + misfit * np.eye(2)
+        pull = covariance[0, 1] / covariance[0, 0]
+        expected += pull * (family.log_L[0, i, -1] - log_law(fitted, N, family.D[-1]))
+        variance = covariance[1, 1] - pull * covariance[0, 1]
     else:
         expected += family.rate_cost.max() * (rng.standard_normal() ** 2 - 1)
-    return expected + scale(rng, family, factor) * math.sqrt(after) * rng.standard_normal()
+        variance = covariance[1, 1] + misfit
+    return expected + math.sqrt(variance) * rng.standard_normal()
 
 
 def analyse(families, targets=None, least=MB, draws=200, seed=0):
@@ -344,15 +352,15 @@ def analyse(families, targets=None, least=MB, draws=200, seed=0):
             refits = {}
             values = {}
             for name, family in families.items():
-                part, fitted, factor, exact = fits[name]
-                off = again(rng, family, factor)
+                part, fitted, beyond, exact = fits[name]
+                off = again(rng, family, beyond)
                 drawn[name] = family.log_L.mean(0) + off
                 refitted = fit_family(part, form, exact + off[:, -len(part.D):], fitted)
                 refits[name] = refitted
                 values |= {f"{name} E": refitted.E, f"{name} alpha": refitted.alpha,
                            f"{name} a": allocation(refitted, part)}
                 for N, D in (targets or {}).get(name, ()):
-                    values[f"{name} {N:.0f} {D:.0f}"] = one_more(rng, part, refitted, factor, N, D)
+                    values[f"{name} {N:.0f} {D:.0f}"] = one_more(rng, part, refitted, beyond, N, D)
             for name in others:
                 budgets = fits[name][0].D
                 read = ratios(families[first], families[name], drawn[first], drawn[name], budgets)

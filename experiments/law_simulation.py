@@ -7,7 +7,6 @@ rates' errors and a misfit that no form has. Quantities are those of fit.analyse
 runs that are drawn after the prediction. alpha is counted where the truth's term of N is a power.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -15,8 +14,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.files import replacing  # noqa: E402
 from experiments.fit import FORMS, MB, Family, Fit, allocation, analyse, compute_ratio, law, ratios, shape  # noqa: E402
+from runtime.records import write_json  # noqa: E402
 
 N = np.array([47880.0, 114496, 248544, 433792, 1436736])  # Longhorn's, without the embedding
 FLOPS = np.array([403e3, 873e3, 1.77e6, 2.97e6, 9.30e6])  # per token
@@ -70,38 +69,45 @@ def exact_quantities(fits):
     return found
 
 
-def coverage(sweeps, draws, seed=0):
-    """{form: {quantity: [sweeps in which the interval held the truth, sweeps, mean width]}}."""
-    rng = np.random.default_rng(seed)
-    counts = {form: {} for form in FORMS}
-    for i in range(sweeps):
-        form = list(FORMS)[i % len(FORMS)]
-        fits = {name: truth(*constants) for name, constants in TRUTHS[form].items()}
-        true = exact_quantities(fits)
-        families = {}
-        targets = {}
-        for name, fitted in fits.items():
-            families[name], later = simulated(rng, name, fitted)
-            targets[name] = list(later)
-            true |= {f"{name} {size:.0f} {D:.0f}": value for (size, D), value in later.items()}
-        for key, (low, _, high) in analyse(families, targets, draws=draws, seed=i).items():
-            if key in true:
-                held, of, width = counts[form].get(key, (0, 0, 0.0))
-                counts[form][key] = held + bool(low <= true[key] <= high), of + 1, width + high - low
-    return counts
+def simulate(counts, i, draws):
+    """Add sweep i to counts {form: {quantity: [sweeps whose interval held the truth, sweeps, sum of widths]}}."""
+    rng = np.random.default_rng(i)
+    form = list(FORMS)[i % len(FORMS)]
+    fits = {name: truth(*constants) for name, constants in TRUTHS[form].items()}
+    true = exact_quantities(fits)
+    families = {}
+    targets = {}
+    for name, fitted in fits.items():
+        families[name], later = simulated(rng, name, fitted)
+        targets[name] = list(later)
+        true |= {f"{name} {size:.0f} {D:.0f}": value for (size, D), value in later.items()}
+    for key, (low, _, high) in analyse(families, targets, draws=draws, seed=i).items():
+        if key in true:
+            count = counts.setdefault(form, {}).setdefault(key, [0, 0, 0.0])
+            count[0] += bool(low <= true[key] <= high)
+            count[1] += 1
+            count[2] += high - low
+
+
+def save(counts, path, command):
+    forms = {}
+    for form, quantities in counts.items():
+        forms[form] = {}
+        for key, (held, sweeps, widths) in quantities.items():
+            forms[form][key] = {"held": held, "sweeps": sweeps, "width": round(widths / sweeps, 5)}
+    write_json(path, {"command": command, "forms": forms})
 
 
 def main(path, sweeps=500, draws=60):
-    counts = coverage(int(sweeps), int(draws))
-    record = {"command": f"python experiments/law_simulation.py {path} {sweeps} {draws}", "forms": {}}
+    counts = {}
+    for i in range(int(sweeps)):
+        simulate(counts, i, int(draws))
+        if i % 30 == 29 or i + 1 == int(sweeps):  # it may be stopped
+            save(counts, path, f"python experiments/law_simulation.py {path} {sweeps} {draws}")
     for form, quantities in counts.items():
         print(form)
-        record["forms"][form] = {}
-        for key, (held, of, width) in quantities.items():
-            record["forms"][form][key] = {"held": held, "sweeps": of, "width": round(width / of, 5)}
-            print(f"  {key:30} {held / of:.3f} of {of}, width {width / of:.4f}")
-    with replacing(path) as tmp:
-        Path(tmp).write_text(json.dumps(record, indent=1))
+        for key, (held, of, widths) in quantities.items():
+            print(f"  {key:30} {held / of:.3f} of {of}, width {widths / of:.4f}")
 
 
 if __name__ == "__main__":
