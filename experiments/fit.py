@@ -90,7 +90,7 @@ def fit_loss(N, D, L, form="additive", whiten=None, start=None):
         matrix = np.array(columns)[free].T / (E + power)[:, None]
         return matrix if whiten is None else whiten @ matrix
 
-    low = np.array([0, -50, 1e-3, -50, 1e-3, -3, 0.2])[free]
+    low = np.array([0, -50, 1e-3, -50, 1e-3, 0, 0.2])[free]
     high = np.array([L.min(), 50, 5, 50, 5, 0.9, 5])[free]
 
     def search(theta, evaluations):

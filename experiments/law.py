@@ -51,9 +51,12 @@ def rate_costs(searches, rates, widths):
     return curvature * variance * np.maximum(1, leverage)
 
 
-def families_of(source, models=()):
+def families_of(source, models=(), with_embedding=False):
     """{model: Family} of a sweep's folder or saved file: the sizes that have all budgets at which some size has two
-    seeds or more, with all seeds. Raises ConfigError for a model with fewer than three such sizes."""
+    seeds or more, with all seeds. Raises ConfigError for a model with fewer than three such sizes.
+
+    with_embedding: N counts its parameters too.
+    """
     runs = records.read(source, kind="scaling")
     runs = runs[runs.left_out == ""]
     found = {}
@@ -75,13 +78,15 @@ def families_of(source, models=()):
         rates = dict(zip(about.n_embd[chosen.index], chosen, strict=True))
         seeds = table.columns.levels[0]
         log_L = np.log(table.to_numpy()).reshape(len(table), len(seeds), -1).swapaxes(0, 1)
-        found[model] = Family((about.parameters - about.embedding).to_numpy(float),
-                              (about.flops / about.tokens).to_numpy(float), table.columns.levels[1].to_numpy(float),
-                              log_L, rate_costs(searches, rates, about.n_embd.to_numpy(float)))
+        N = about.parameters - (0 if with_embedding else about.embedding)
+        flops = about.flops / about.tokens
+        costs = rate_costs(searches, rates, about.n_embd.to_numpy(float))
+        D = table.columns.levels[1]
+        found[model] = Family(N.to_numpy(float), flops.to_numpy(float), D.to_numpy(float), log_L, costs)
     return found
 
 
-def to_predict(families):
+def to_predict(families, with_embedding=False):
     """{model: {(N, D): (size, tokens)}} of the runs of `sweep.py law_predicted`."""
     preset = sweep.PRESETS["law_predicted"]
     models = [model for model in preset.models if model in families]
@@ -89,7 +94,7 @@ def to_predict(families):
     sweep.estimate(cells)
     targets = {}
     for cell in cells:
-        embedding = sweep.vocabulary("pystdlib") * sweep.load(cell.argv).n_embd
+        embedding = 0 if with_embedding else sweep.vocabulary("pystdlib") * sweep.load(cell.argv).n_embd
         place = float(cell.at["parameters"] - embedding), float(cell.at["tokens"])
         targets.setdefault(cell.at["model"], {})[place] = cell.at["size"], cell.at["tokens"]
     return targets
@@ -101,11 +106,12 @@ def main(argv):
     parser.add_argument("sweep", type=Path, help="a sweep's folder, or a file that --save wrote")
     parser.add_argument("models", nargs="*", help="the first is compared with each other (default: all)")
     parser.add_argument("--least", type=float, default=1.0, help="MB of the least budget that is fitted (1)")
+    parser.add_argument("--embedding", action="store_true", help="count the embedding's parameters too")
     parser.add_argument("--draws", type=int, default=200, help="simulated sweeps per form of the law (200)")
     parser.add_argument("--predict", type=Path, metavar="FILE", help="write the losses of `sweep.py law_predicted`")
     args = parser.parse_args(argv)
-    families = families_of(args.sweep, args.models)
-    targets = to_predict(families) if args.predict else {}
+    families = families_of(args.sweep, args.models, args.embedding)
+    targets = to_predict(families, args.embedding) if args.predict else {}
     found = analyse(families, targets, args.least * MB, args.draws)
     predictions = []
     for model, places in targets.items():
