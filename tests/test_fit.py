@@ -140,7 +140,7 @@ def test_a_family_that_needs_two_fifths_of_the_tokens():
 
 
 def test_one_run_more():
-    """Almost without noise: a trunk's surplus of .01 at 16 MB is .01 x .7 x 2^-.4 at 32; a power law, by the two largest."""
+    """Almost without noise: a surplus of .01 at 16 MB is .01 x .7 x 2^-.4 at 32; powers by the two largest."""
     rng = np.random.default_rng(0)
     exact = family(noise=1e-7)
     fitted = fit.Fit(*CONSTANTS["additive"], 0)
