@@ -19,7 +19,6 @@ import sys
 if __name__ == "__main__":  # an uncaught error would end with exit code 1, which means "worse"
     sys.excepthook = lambda *error: (sys.__excepthook__(*error), os._exit(2))
 
-import argparse
 import contextlib
 import difflib
 import hashlib
@@ -31,6 +30,7 @@ import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 
@@ -38,8 +38,10 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 from common.errors import ConfigError  # noqa: E402
+from configurator import Range, Whole  # noqa: E402
 from experiments import compare, figures, pages, records, sweep  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
+from experiments.sweeps.experiment import Experiment, Where  # noqa: E402
 from runtime.records import NO_TRACE, BadRecord, cpu_model, is_finished, read_log, write_json  # noqa: E402
 
 CODES = {"better": 0, "worse": 1, "same": 3, "undecided": 4}
@@ -406,36 +408,6 @@ def write_page(out, numbers, comparisons):
     pages.write(out / "edit.md", [*blocks, textwrap.indent((out / "edit.diff").read_text(), "    ")], out / "edit.png")
 
 
-def parser():
-    p = argparse.ArgumentParser("edit.py", None, __doc__, "any other --key=value is train.py's, for both versions",
-                                formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    p.add_argument("config", nargs="?", default="config/longhorn_laptop.py", help="(%(default)s)")
-    p.add_argument("--against", default="HEAD", metavar="COMMIT", help="the other version (%(default)s)")
-    p.add_argument("--data", default="", help="a prepared dataset (the config's)")
-    p.add_argument("--sizes", type=runner.names, default=("460K",), help=f"some of {','.join(SIZES)} (460K)")
-    p.add_argument("--steps", type=int, default=512, help="of a run (%(default)s); below 512 families' curves cross")
-    p.add_argument("--minutes", type=float, default=30, help="for all sizes together (%(default)s)")
-    p.add_argument("--pairs", type=int, default=0, help="run this many, even if the verdict is clear before")
-    p.add_argument("--margin", type=float, default=0.02, help="a difference that would not matter (%(default)s)")
-    p.add_argument("--alpha", type=float, default=0.05, help="probability of a false verdict (%(default)s)")
-    p.add_argument("--gpus", default="", metavar="0,1", help="use these (all)")
-    p.add_argument("--out", type=lambda s: Path(s).resolve(), default=f"{REPO}/out/edit", help="folder (out/edit)")
-    p.add_argument("--quiet", action="store_true", help="print the sentence only")
-    p.set_defaults(command="run", stopped=False)
-    runner.add_options(p, "one per core or GPU")
-    return p
-
-
-def check(args):
-    """Raises ConfigError for an option out of its range."""
-    for key, low, high in (("steps", 8, 2**31), ("minutes", 0.01, 1e6), ("pairs", 0, 10**6), ("margin", 1e-4, 1),
-                           ("alpha", 1e-3, 0.5)):
-        if not low <= getattr(args, key) <= high:
-            raise ConfigError(f"--{key}={getattr(args, key)}: from {low:g} to {high:g}")
-    if not SIZES.keys() >= {*args.sizes}:
-        raise ConfigError(f"--sizes={','.join(args.sizes)}: choose of {', '.join(SIZES)}")
-
-
 def changes(head, edit, head_files, edit_files):
     """(names of the files that differ, lines of their diff). Raises ConfigError if none does, or an edit would be
     judged by another measure."""
@@ -462,9 +434,29 @@ def summary(changed, diff):
     return f"{names}, {came} lines +, {went} lines -"
 
 
-def run(args, extra):
+@dataclass
+class EditRun(Where):
+    config: str = "config/longhorn_laptop.py"  # of the runs
+    against: str = "HEAD"  # the other version, a commit
+    data: str = ""  # a prepared dataset (the config's)
+    sizes: tuple[Literal[tuple(SIZES)], ...] = ("460K",)  # one verdict for each
+    steps: Annotated[int, Range(8)] = 512  # of a run; below 512 families' curves cross
+    minutes: Annotated[float, Range(0.01, 1e6)] = 30.0  # for all sizes together
+    pairs: Whole = 0  # run this many, even if the verdict is clear before
+    margin: Annotated[float, Range(1e-4, 1)] = 0.02  # a difference that would not matter
+    alpha: Annotated[float, Range(1e-3, 0.5)] = 0.05  # probability of a false verdict
+    gpus: str = ""  # use these, as 0,1 (all)
+    out: Path = REPO / "out" / "edit"  # folder
+    quiet: bool = False  # print the sentence only
+
+    ARGUMENTS = ("config",)
+    OTHERS = "any other --key=value is train.py's, for both versions"
+
+
+def run(args):
     """Compare the versions; returns the exit code. Raises ConfigError."""
-    check(args)
+    args.out = args.out.resolve()
+    args.stopped = False  # by the user
     config = os.path.relpath((REPO / args.config).resolve(), REPO)
     if config.startswith(".."):
         raise ConfigError(f"{args.config} is not in {REPO}, so both versions would have the same: copy it there")
@@ -488,7 +480,7 @@ def run(args, extra):
     (out / "edit.diff").write_text("\n".join(diff))
     say(f"the working tree at {began} against {args.against} ({commit[:10]}): {summary(changed, diff)}")
     versions = {args.against: head, "the edit": edit}
-    comparisons, sizes, where = compare_sizes(args, extra, config, versions, folder, out, say)
+    comparisons, sizes, where = compare_sizes(args, config, versions, folder, out, say)
     with contextlib.suppress(ConfigError, OSError):  # the snapshot fails: the numbers come first
         if snapshot(code)[1] != edit_files:
             say(f"the verdict is about the tree at {began}: it has changed since")
@@ -511,7 +503,7 @@ def run(args, extra):
     return CODES[numbers["verdict"]]
 
 
-def compare_sizes(args, extra, config, versions, folder, out, say):
+def compare_sizes(args, config, versions, folder, out, say):
     """(comparisons, {size: its numbers}, where the runs were, in words), until all sizes are done or the user stops."""
     if args.gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = args.gpus
@@ -520,7 +512,7 @@ def compare_sizes(args, extra, config, versions, folder, out, say):
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, runner.cores() // jobs)))
     os.environ.setdefault("LONGHORN_BUILD_DIR", str(REPO / "build"))  # libraries are named by their content
     settings = [*sweep.PRESETS["duel"].args, "--log_interval=8", "--eval_tokens=655360", "--final_eval_tokens=655360",
-                *extra]  # 655,360: all of pystdlib
+                *args.others]  # 655,360: all of pystdlib
     if args.data:
         settings.append(f"--dataset={data_path(args.data)}")
     minutes = args.minutes / len(args.sizes)
@@ -558,11 +550,17 @@ def edits_tried(folder, key):
     return max(1, len(tried))
 
 
-def main(argv):
-    args, extra = parser().parse_known_args(argv)
-    fixed = {*sweep.SET_BY_THE_SWEEP, "dataset", "decay_iters"} - {"learning_rate", "model", "pattern"}
-    return runner.run_or_report("edit.py", args, extra, run, None, fixed, "--steps, --data and --out")
+class Edit(Experiment):
+    script = "experiments/edit.py"
+    settings = EditRun
+    sets = {*sweep.SET_BY_THE_SWEEP, "dataset", "decay_iters"} - {"learning_rate", "model", "pattern"}
+    see = "--steps, --data and --out"
 
+    def run(self):
+        return run(self.args)
+
+
+main = Edit.main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

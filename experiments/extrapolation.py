@@ -34,7 +34,9 @@ import itertools
 import re
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -45,11 +47,12 @@ sys.path.insert(0, str(ROOT))
 
 from bench.measure import Peak, in_one_line, new_record, record_file, write_record  # noqa: E402
 from common.errors import ConfigError, is_out_of_memory  # noqa: E402
+from configurator import Count, Whole  # noqa: E402
 from data.prepared import Tokens, find_dataset  # noqa: E402
 from experiments import extrapolation_report, sweep  # noqa: E402
 from experiments.extrapolation_report import in_words, mean_and_error  # noqa: E402
-from experiments.sweeps.experiment import EXACT, Experiment  # noqa: E402
-from experiments.sweeps.runner import Cell, numbers  # noqa: E402
+from experiments.sweeps.experiment import Experiment, Report, Run  # noqa: E402
+from experiments.sweeps.runner import Cell  # noqa: E402
 from mixers import RWKV4TimeMix  # noqa: E402
 from model import LM, tensors_of  # noqa: E402
 from runtime.distributed import named_device, pick_dtype  # noqa: E402
@@ -342,10 +345,38 @@ def evaluate(folder, args, run):
 
 # -------------------------------------------------------------------------------------------------------- command line
 
+@dataclass
+class Reading:
+    save: bool = False  # write the record to results/
+    chunk: Count = 1024  # tokens read at a time
+    batch_size: Count = None  # sequences at a time (1, on a GPU 8)
+    device: str = "auto"  # cpu or cuda (a GPU if there is one)
+
+
+@dataclass
+class Eval(Reading):
+    checkpoint: list[str] = ()  # folders of runs, each with checkpoint.safetensors
+    lengths: tuple[Count, ...] = ()  # tokens (1 to 16 times trained)
+    eval_tokens: Count = None  # tokens to predict at each length (all there are)
+    dataset: str = ""  # a prepared folder, or its name in data/ (that of training)
+    out: Path = None  # record file (out/extrapolation.json)
+
+
+@dataclass
+class ExtrapolationRun(Reading, Run):
+    families: list[str] = ()  # instead of the preset's: families or patterns, also with settings of their own, as in
+    # deltanet@step=implicit
+    preset: Literal[tuple(PRESETS)] = "laptop"  # see above
+    seeds: tuple[Whole, ...] = ()  # one run for each (the preset's)
+    out: Path = None  # record file (out/extrapolation_PRESET.json)
+
+    ARGUMENTS = ("families",)
+
+
 class Extrapolation(Experiment):
     script = "experiments/extrapolation.py"
+    settings = {"eval": Eval, "run": ExtrapolationRun, "report": Report}
     name = "extrapolation_{preset}"
-    out = "record file, .json"
     sets = (*sweep.SET_BY_THE_SWEEP, "dataset")
     see = "FAMILY, --preset, --seeds"
 
@@ -354,42 +385,16 @@ class Extrapolation(Experiment):
             argv = ["eval", *argv]
         super().__init__(argv)
 
-    def add_commands(self, commands):
-        super().add_commands(commands)
-        one = commands.add_parser("eval", help="read checkpoints that there are", **EXACT)
-        one.add_argument("--checkpoint", nargs="+", required=True, help="folders of runs, each with "
-                         "checkpoint.safetensors")
-        one.add_argument("--lengths", type=numbers(int), default=(), help="tokens, by commas (1 to 16 times trained)")
-        one.add_argument("--eval_tokens", type=int, help="tokens to predict at each length (all there are)")
-        one.add_argument("--dataset", default="", help="a prepared folder, or its name in data/ (that of training)")
-        one.add_argument("--out", type=Path, help="record file (out/extrapolation.json)")
-        for command in one, commands.choices["run"]:
-            command.add_argument("--save", action="store_true", help="write the record to results/")
-            command.add_argument("--chunk", type=int, default=1024, help="tokens read at a time (%(default)s)")
-            command.add_argument("--batch_size", type=int, help="sequences at a time (1, on a GPU 8)")
-            command.add_argument("--device", default="auto", help="cpu or cuda (a GPU if there is one)")
-
-    def add_run_options(self, run):
-        super().add_run_options(run)
-        run.add_argument("families", nargs="*", metavar="FAMILY", help="instead of the preset's: a family or pattern, "
-                         "also with settings of its own, as in deltanet@step=implicit")
-        run.add_argument("--preset", choices=list(PRESETS), required=True)
-        run.add_argument("--seeds", type=numbers(int, least=0), default=(), help="one run for each (the preset's)")
-
     def run(self):
         args = self.args
-        for option in ("chunk", "batch_size"):
-            value = getattr(args, option)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{option}={value}: 1 or more")
         if args.command == "run":
             self.record = record_file(args, self.name.format(**vars(args)))
             return super().run()
         self.record = record_file(args, "extrapolation")
         runs = {Path(folder).resolve().name: folder for folder in args.checkpoint}
-        if len(runs) < len(args.checkpoint):
-            raise ConfigError(f"--checkpoint: two folders of {', '.join(args.checkpoint)} have one name, and so would "
-                              "their records: use two --out")
+        if not runs or len(runs) < len(args.checkpoint):
+            raise ConfigError(f"--checkpoint: {len(args.checkpoint)} folders of {len(runs)} names; give folders of "
+                              "different names, or with two --out, for one name has one place in a record")
         self.read(runs)
         return 0
 
@@ -397,7 +402,7 @@ class Extrapolation(Experiment):
         return ROOT / "out" / self.name.format(**vars(self.args))
 
     def plan(self):
-        return plan(self.args.preset, self.args.families, self.args.seeds, self.extra)
+        return plan(self.args.preset, self.args.families, self.args.seeds, self.args.others)
 
     def about(self):
         return {"preset": self.args.preset}
@@ -431,5 +436,7 @@ class Extrapolation(Experiment):
         return paths
 
 
+main = Extrapolation.main
+
 if __name__ == "__main__":
-    sys.exit(Extrapolation.main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

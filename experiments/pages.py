@@ -42,17 +42,6 @@ class Page:
     csv: dict = field(default_factory=dict)
 
 
-def after_sweep(write, folder, script):
-    """Write the report at the end of a sweep: what write(folder) returns. If a package is missing, print the commands
-    that make it later and return {}."""
-    try:
-        records.check_packages()
-    except ConfigError as error:
-        print(f"the records are kept, but there is no report: {error}; then: python {script} report {folder}")
-        return {}
-    return write(folder)
-
-
 # ----------------------------------------------------------------------------------------------------------------- text
 
 def escaped(value):

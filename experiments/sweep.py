@@ -18,7 +18,6 @@ under another name, with other seeds: `duel longhorn longhorn@again` should find
 goes to every run (`--wandb=offline`, `--dtype=float32`).
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -34,13 +33,14 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import configurator  # noqa: E402
-from common import errors  # noqa: E402
 from common.errors import ConfigError  # noqa: E402
+from configurator import Count  # noqa: E402
 from experiments.compare import best_rate  # noqa: E402
-from experiments.pages import after_sweep, human  # noqa: E402
+from experiments.pages import human  # noqa: E402
 from experiments.records import KINDS, check_packages, label_settings, read_run, stem  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
-from experiments.sweeps.runner import Cell, hours, names, numbers  # noqa: E402
+from experiments.sweeps.experiment import Experiment, Report, Run  # noqa: E402
+from experiments.sweeps.runner import Cell, hours  # noqa: E402
 from runtime.records import BadRecord, environment, is_finished  # noqa: E402
 
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv")  # of the paper's Table 1
@@ -473,156 +473,12 @@ def print_plan(cells, jobs, nproc, where):
         print(f"about {hours(seconds)} on cores of an AMD EPYC (Zen 4), and more where a search goes beyond its rates")
 
 
-# --------------------------------------------------------------------------------------------------------- command line
-
-def sizes(text):
-    """{label: arguments} of LABEL:key=value,key=value; {label: None} for labels of the preset, joined by commas."""
-    if ":" not in text:
-        return dict.fromkeys(names(text))
-    label, *changes = re.split("[:,]", text)
-    if not re.fullmatch(r"[\w.-]+", label) or not all("=" in c for c in changes):
-        raise argparse.ArgumentTypeError(f"{text!r}: give a size as LABEL:key=value,key=value, or labels of the preset")
-    return {label: tuple(f"--{c}" for c in changes)}
-
-
-def parser():
-    exact = {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}  # --seed is train.py's
-    top = argparse.ArgumentParser(prog="sweep.py", description=__doc__, **exact)
-    commands = top.add_subparsers(dest="command", required=True, metavar="|".join([*PRESETS, "report"]))
-    for name, preset in PRESETS.items():
-        run = commands.add_parser(name, epilog="any other --key=value is train.py's and goes to every run", **exact)
-        run.add_argument("models", nargs="*", metavar="FAMILY", help="families or patterns (default: "
-                         f"{'two are needed' if name == 'duel' else ' '.join(preset.models)})")
-        run.add_argument("--sizes", type=sizes, action="append", help="labels of the preset, joined by commas, or a "
-                         "new size as LABEL:key=value,key=value, with the runs of the preset's first; give the option "
-                         f"once per new size ({', '.join(preset.sizes)})")
-        run.add_argument("--steps", type=int, help="the budget of every seed, in optimizer steps")
-        run.add_argument("--budgets", type=numbers(int), help="further budgets; longer ones: of the first two seeds")
-        run.add_argument("--seeds", type=int, help="how many are reported, at every size")
-        run.add_argument("--search", type=int, help="seeds of the search for a learning rate, at every size")
-        runner.add_options(run, "one per core, or the preset's per GPU")
-        run.add_argument("--nproc", type=int, help="processes per run (default 1; paper: one per GPU)")
-        run.add_argument("--out", type=Path, help="folder of the sweep (default: out/scaling_<preset>, or "
-                         "out/duel_<families>)")
-        run.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and stop")
-    show = commands.add_parser("report", help="page, table of runs and figure, from the records alone", **exact)
-    show.add_argument("folder", type=Path, help="a sweep's folder, or a file that --save wrote")
-    show.add_argument("--out", type=Path, help="where to write (default: the sweep's folder, or out/<name>_report)")
-    show.add_argument("--save", action="store_true", help="write the sweep to results/<name>.json, page and figures "
-                      "to results/<name>/")
-    for command in commands.choices.values():
-        command.add_argument("--accept_code", "--accept-code", type=names, default=(), metavar="HASH,HASH",
-                             help="compare runs of this other code with the rest; the report says so")
-        command.add_argument("--style", type=Path, metavar="FILE.mplstyle", help="of the figures, over ours")
-    return top
-
-
-def chosen(args, extra=()):
-    """The preset as the command line changes it; extra: settings for every run. Raises ConfigError."""
-    preset = PRESETS[args.command]
-    if args.command == "duel" and len(args.models) < 2:
-        raise ConfigError("duel: give two families, as in: duel longhorn mamba")
-    given = {}
-    for argument in args.sizes or ():
-        given |= argument
-    models = tuple(dict.fromkeys(args.models)) or preset.models
-    check_choice(args, preset, given, models, extra)
-    first = next(iter(preset.sizes.values()))
-    sizes = preset.sizes
-    if given:
-        sizes = {label: replace(first, argv=argv) if argv else preset.sizes[label]
-                 for label, argv in given.items()}
-    changes = {"seeds": args.seeds, "steps": args.steps, "others": args.budgets, "search": args.search}
-    changes = {key: value for key, value in changes.items() if value is not None}
-    if args.steps:
-        changes["search_steps"] = None
-    sizes = {label: replace(size, **changes) for label, size in sizes.items()}
-    families = {}  # what the command line says is said of all
-    for family, fields in preset.families.items():
-        families[family] = {key: value for key, value in fields.items() if key not in changes}
-    smallest = next(iter(sizes))
-    if not sizes[smallest].search:  # it was another size's
-        sizes[smallest] = replace(sizes[smallest], search=first.search, search_steps=first.search_steps)
-    return replace(preset, sizes=sizes, models=models, families=families,
-                   args=(*preset.args, *map(whole_path, extra)))
-
-
 def whole_path(setting):
     """--dataset=FOLDER with the whole path: a run begins in the repository's folder."""
     key, _, value = setting.partition("=")
     if key == "--dataset" and Path(value).is_dir():
         return f"{key}={Path(value).resolve()}"
     return setting
-
-
-def check_choice(args, preset, given, models, extra):
-    """Raises ConfigError where sizes {label: arguments}, families, settings or numbers cannot be."""
-    for label, argv in given.items():
-        is_label_alone = argv is None
-        if is_label_alone != (label in preset.sizes):
-            raise ConfigError(f"--sizes={label}: preset {args.command} has {', '.join(preset.sizes)}; give one of "
-                              "them, or another label with its settings, as in --sizes=250K:n_layer=2,n_embd=96")
-    with_other_seeds = Counter(stem(m) for m in models if seed_offset(m))
-    for family, n in with_other_seeds.items():
-        if n > 1:
-            raise ConfigError(f"{family}@WORD twice: both would have the same seeds")
-    of_sizes = [argv for argv in given.values() if argv]
-    for asked in (extra, *of_sizes, *map(label_settings, models)):
-        for key in runner.settings(asked):
-            if key in SET_BY_THE_SWEEP:
-                raise ConfigError(f"{' '.join(asked)}: the sweep sets {key}; see FAMILY, --seeds, --budgets, --out")
-    for key in ("seeds", "steps", "nproc", "search"):
-        value = getattr(args, key)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{key}={value}: 1 or more")
-
-
-def run(args, extra):
-    """Plan, run and report; returns the exit code."""
-    preset = chosen(args, extra)
-    is_paper = args.command == "paper"
-    folder = args.out
-    if folder is None and args.command == "duel":
-        folder = REPO / "out" / f"duel_{safe_name('_'.join(args.models))}"
-    elif folder is None:
-        folder = REPO / "out" / (preset.folder or f"scaling_{args.command}")
-    nproc = args.nproc or 1
-    if is_paper and not args.nproc:
-        nproc = max(1, len(runner.visible_gpus()))
-    jobs, gpus, where = runner.placement(args, nproc, preset.jobs_per_gpu)
-    before = runner.read_plan(folder, new=True)  # one warmup per sweep, or its runs could not be compared
-    preset = replace(preset, warmup=before.get("warmup", preset.warmup))
-
-    searches = []
-    rates, _ = find_rates(preset, folder, searches.extend, plan_only=True)
-    expected = list({c.name: c for c in (*searches, *reported_cells(preset, rates, folder))}.values())
-    check_settings(expected)
-    if not args.dry_run:
-        check_data(expected)
-    about = about_sweep(args, extra, preset, folder, before)
-    runner.say_changed_code(folder, args.accept_code)
-    estimate(expected)
-    print_plan(expected, jobs, nproc, where)
-    if args.dry_run:
-        print_commands(expected, folder, is_paper)
-        return 0
-
-    planned = []
-    failed = {}
-    with runner.driver(args, folder, jobs, nproc, gpus) as engine:
-        def go(cells):
-            estimate(cells)
-            runner.write_plan(folder, cells, **about)
-            planned.extend(cells)
-            failed.update(runner.run_cells(cells, folder, engine))
-
-        for part in parts(preset):
-            rates, found = find_rates(part, folder, go)
-            about["slopes"] |= slopes(found)
-            go(reported_cells(part, rates, folder))
-        written = after_sweep(lambda folder: write_report(folder, None, args), folder, "experiments/sweep.py")
-        runner.say_written(written)
-    return runner.say_failed(failed, planned)
 
 
 def parts(preset):
@@ -641,21 +497,7 @@ def slopes(found):
     return kept
 
 
-def print_commands(cells, folder, is_paper):
-    """What the sweep would begin with; of the paper's, all."""
-    to_run = [c for c in cells if not is_finished(folder / c.name)]
-    if not to_run:
-        print("nothing was run; all of it is finished")
-        return
-    print("nothing was run; it would begin with:")
-    if not is_paper:
-        print("python", *to_run[0].command(folder)[1:])
-        return
-    for c in to_run:
-        print("torchrun --standalone --nproc_per_node=8", *c.command(folder)[1:])
-
-
-def about_sweep(args, extra, preset, folder, before):
+def about_sweep(args, preset, folder, before):
     """What plan.json says of the whole sweep; before: what it says now. Raises ConfigError where an earlier command had
     another size of a label."""
     sizes = {label: [*size.argv] for label, size in preset.sizes.items()}
@@ -664,7 +506,7 @@ def about_sweep(args, extra, preset, folder, before):
         if label in known and known[label] != argv:
             raise ConfigError(f"{folder} has a size {label} of {' '.join(known[label])}: choose another label or --out")
     command = shlex.join(["python", "experiments/sweep.py", *sys.argv[1:]])
-    is_paper = args.command == "paper" and not (args.steps or args.sizes or extra)
+    is_paper = args.command == "paper" and not (args.steps or args.sizes or args.others)
     where = environment()
     return {"preset": args.command, "paper": is_paper and before.get("paper", True), "warmup": preset.warmup,
             "models": list(dict.fromkeys([*before.get("models", ()), *preset.models])), "sizes": known | sizes,
@@ -701,19 +543,147 @@ def check_settings(cells):
                                   f"are not compared; give --{key.split()[0]}=... for all, or change a config")
 
 
-def write_report(folder, out, args):
-    check_packages()  # before report.py imports them
-    from experiments import report
+# --------------------------------------------------------------------------------------------------------- command line
 
-    return report.write(folder, out, accept_code=args.accept_code, save_it=getattr(args, "save", False),
-                        style=args.style)
+@dataclass
+class SweepRun(Run):
+    models: list[str] = ()  # families or patterns (the preset's; for duel, two are needed)
+    sizes: list[str] = ()  # labels of the preset, joined by commas, or a new size as LABEL:key=value,key=value, with
+    # the runs of the preset's first; give the option once per new size
+    steps: Count = None  # the budget of every seed, in optimizer steps
+    budgets: tuple[Count, ...] = ()  # further budgets; longer ones: of the first two seeds
+    seeds: Count = None  # how many are reported, at every size
+    search: Count = None  # seeds of the search for a learning rate, at every size
+    nproc: Count = None  # processes per run (1; paper: one per GPU)
+    style: Path = None  # FILE.mplstyle of the figures, over ours
+
+    ARGUMENTS = ("models",)
+    OTHERS = "any other --key=value is train.py's and goes to every run"
 
 
-def main(argv):
-    args, extra = parser().parse_known_args(argv)
-    return runner.run_or_report("sweep.py", args, extra, run, lambda folder, out: write_report(folder, out, args))
+@dataclass
+class SweepReport(Report):
+    out: Path = None  # where to write (the sweep's folder, or out/<name>_report)
+    save: bool = False  # write the sweep to results/<name>.json, page and figures to results/<name>/
+    style: Path = None  # FILE.mplstyle of the figures, over ours
 
+
+class Sweep(Experiment):
+    script = "experiments/sweep.py"
+    settings = dict.fromkeys(PRESETS, SweepRun) | {"report": SweepReport}
+    sets = SET_BY_THE_SWEEP
+    see = "FAMILY, --seeds, --budgets, --out"
+
+    def run(self):
+        args = self.args
+        self.preset = self.chosen()
+        self.per_gpu = self.preset.jobs_per_gpu
+        self.nproc = args.nproc or 1
+        if args.command == "paper" and not args.nproc:
+            self.nproc = max(1, len(runner.visible_gpus()))
+        return super().run()
+
+    def place(self):
+        args = self.args
+        name = self.preset.folder or f"scaling_{args.command}"
+        if args.command == "duel":
+            name = f"duel_{safe_name('_'.join(args.models))}"
+        return args.out or REPO / "out" / name
+
+    def plan(self):
+        before = runner.read_plan(self.folder, new=True)  # one warmup per sweep, or its runs could not be compared
+        self.preset = replace(self.preset, warmup=before.get("warmup", self.preset.warmup))
+        searches = []
+        rates, _ = find_rates(self.preset, self.folder, searches.extend, plan_only=True)
+        expected = [*searches, *reported_cells(self.preset, rates, self.folder)]
+        expected = list({c.name: c for c in expected}.values())
+        check_settings(expected)
+        if not self.args.dry_run:
+            check_data(expected)
+        self.whole = about_sweep(self.args, self.preset, self.folder, before)
+        estimate(expected)
+        return expected
+
+    def about(self):
+        return self.whole
+
+    def work(self, planned):
+        for part in parts(self.preset):
+            rates, found = find_rates(part, self.folder, self.go)
+            self.whole["slopes"] |= slopes(found)
+            self.go(reported_cells(part, rates, self.folder))
+
+    def go(self, cells):
+        estimate(cells)
+        super().go(cells)
+
+    def report(self, folder, out=None):
+        check_packages()  # before report.py imports them
+        from experiments import report
+
+        return report.write(folder, out, accept_code=self.args.accept_code, save_it=getattr(self.args, "save", False),
+                            style=self.args.style)
+
+    def say_plan(self, cells, jobs, where):
+        print_plan(cells, jobs, self.nproc, where)
+
+    def say_commands(self, cells):
+        """Of the paper's cells all, for a node of eight GPUs."""
+        if not cells or self.args.command != "paper":
+            return super().say_commands(cells)
+        for c in cells:
+            print("torchrun --standalone --nproc_per_node=8", *c.command(self.folder)[1:])
+
+    def chosen(self):
+        """The preset as the command line changes it. Raises ConfigError."""
+        args = self.args
+        preset = PRESETS[args.command]
+        if args.command == "duel" and len(args.models) < 2:
+            raise ConfigError("duel: give two families, as in: duel longhorn mamba")
+        given = {}
+        for text in args.sizes:
+            given |= self.sizes(text)
+        models = args.models or preset.models
+        for model in models:
+            self.check_set(label_settings(model))
+        with_other_seeds = Counter(stem(m) for m in models if seed_offset(m))
+        for family, n in with_other_seeds.items():
+            if n > 1:
+                raise ConfigError(f"{family}@WORD twice: both would have the same seeds")
+        first = next(iter(preset.sizes.values()))
+        sizes = preset.sizes
+        if given:
+            sizes = {label: replace(first, argv=argv) if argv else sizes[label] for label, argv in given.items()}
+        changes = {"seeds": args.seeds, "steps": args.steps, "others": args.budgets, "search": args.search}
+        changes = {key: value for key, value in changes.items() if value}
+        if args.steps:
+            changes["search_steps"] = None
+        sizes = {label: replace(size, **changes) for label, size in sizes.items()}
+        families = {}  # what the command line says is said of all
+        for family, fields in preset.families.items():
+            families[family] = {key: value for key, value in fields.items() if key not in changes}
+        smallest = next(iter(sizes))
+        if not sizes[smallest].search:  # it was another size's
+            sizes[smallest] = replace(sizes[smallest], search=first.search, search_steps=first.search_steps)
+        return replace(preset, sizes=sizes, models=models, families=families,
+                       args=(*preset.args, *map(whole_path, args.others)))
+
+    def sizes(self, text):
+        """{label: arguments} of LABEL:key=value,key=value; {label: None} for labels of the preset, joined by commas.
+        Raises ConfigError."""
+        label, colon, changes = text.partition(":")
+        argv = tuple(f"--{change}" for change in changes.split(","))
+        known = PRESETS[self.args.command].sizes
+        if not colon and known.keys() >= {*text.split(",")}:
+            return dict.fromkeys(text.split(","))
+        if not colon or label in known or not re.fullmatch(r"[\w.-]+", label) or not all("=" in a for a in argv):
+            raise ConfigError(f"--sizes={text}: preset {self.args.command} has {', '.join(known)}; give of them, or "
+                              "another label with its settings, as in --sizes=250K:n_layer=2,n_embd=96")
+        self.check_set(argv)
+        return {label: argv}
+
+
+main = Sweep.main
 
 if __name__ == "__main__":
-    with errors.main_error("sweep.py"):
-        sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -256,7 +256,7 @@ UNCOMMITTED = "results/ is for records of a commit, and this tree has uncommitte
     *((main, arguments, UNCOMMITTED) for main, arguments in (
         (scan.main, "--save"), (scan.main, "--out=results/y.json"), (generate.main, "--save"), (step.main, "--save"),
         (objectives.main, "--save"), (gpu.main, "--out=results/gpu_x"),
-        (extrapolation.Extrapolation.main, "run --preset=laptop --save"))),
+        (extrapolation.main, "run --preset=laptop --save"))),
     (scan.main, "--device=cuda --dry_run --save", "a dry run measures nothing"),
     (gpu.main, "--check=never", "never: no such folder"),
     (gpu.main, "--out=never", "sees no GPU here; nothing was run and nothing written")])

@@ -260,13 +260,13 @@ REFUSED = [  # edit, arguments, words of the line
     (lambda repo: change(repo, DTYPE="bfloat16"), [], "dtype of the edit: bfloat16, where runs before have float32"),
     (lambda repo: change(repo, WINDOW=32), [], "eval_block_size is 16 in HEAD and 32 in the edit: give one for both"),
     (lambda repo: change(repo, SHIFT=1.0), ["/config/x.py"], "/config/x.py is not in "),
-    (lambda repo: change(repo, SHIFT=1.0), ["--minutes=nan"], "--minutes=nan: from 0.01 to 1e+06"),
+    (lambda repo: change(repo, SHIFT=1.0), ["--minutes=nan"], "--minutes=nan: expected a finite number"),
     (lambda repo: change(repo, SHIFT=1e9), ["--against=nowhere"], "--against=nowhere: there is no such commit"),
     (lambda repo: shutil.rmtree(repo / ".git"), [], "--against=HEAD: there is no such commit"),
     (lambda repo: change(repo, SHIFT=1.0), ["--data=none"], "is not prepared"),
-    (lambda repo: change(repo, SHIFT=1.0), ["--sizes=7B"], "--sizes=7B: choose of 460K, 1.5M, config"),
-    (lambda repo: change(repo, SHIFT=1.0), ["--steps=4"], "--steps=4: from 8"),
-    (lambda repo: change(repo, SHIFT=1.0), ["--seed=4"], "--seed=4: the sweep sets that; see --steps"),
+    (lambda repo: change(repo, SHIFT=1.0), ["--sizes=7B"], "--sizes=7B: expected one of 460K, 1.5M, config"),
+    (lambda repo: change(repo, SHIFT=1.0), ["--steps=4"], "steps 4 must be at least 8"),
+    (lambda repo: change(repo, SHIFT=1.0), ["--seed=4"], "--seed=4: the sweep sets seed; see --steps"),
 ]
 
 

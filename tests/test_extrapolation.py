@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHAPE = dict(n_layer=2, n_embd=32, n_head=2, d_state=4, mlp_multiple=16, vocab_size=64, block_size=16)
 
 
-main = ex.Extrapolation.main
+main = ex.main
 tiny = functools.partial(helpers.tiny, **SHAPE)
 
 
@@ -321,10 +321,10 @@ def test_a_page_says_what_is_missing_or_not_comparable(tmp_path):
 
 @pytest.mark.parametrize("argv, word", [
     ("--lengths=16,1024", "1024 is longer"), ("--lengths=16,24,64", "24 does not divide"),
-    ("--lengths=4,x", "numbers are expected"), ("--lengths=0,16", "above 0"), ("--chunk=0", "--chunk=0"),
+    ("--lengths=4,x", "expected"), ("--lengths=0,16", "lengths 0 must be at least 1"), ("--chunk=0", "chunk 0 must"),
     ("--eval_tokens=255 --lengths=256", "--eval_tokens=255"), ("--dataset=no", "no dataset folder"),
-    ("--out=folder", ".json"), ("--checkpoint run more/run", "one name"), ("--checkpoint no", "no checkpoint"),
-    ("run --preset=phone", "phone"),
+    ("--out=folder", ".json"), ("--checkpoint run more/run", "2 folders of 1 names"),
+    ("--checkpoint no", "no checkpoint"), ("run --preset=phone", "phone"),
     ("run --preset=laptop nothing", "config/nothing_laptop.py does not exist"), ("report .", "holds no sweep")])
 def test_a_mistake_is_one_line(corpus, tmp_path, monkeypatch, capsys, argv, word):
     monkeypatch.chdir(tmp_path)
@@ -332,7 +332,7 @@ def test_a_mistake_is_one_line(corpus, tmp_path, monkeypatch, capsys, argv, word
         save_run(tmp_path / name, "longhorn", corpus)
     argv = argv.split()
     if argv[0].startswith("--"):
-        argv = ["--checkpoint", "run", "--out=records.json", *argv]
+        argv = ["--out=records.json", *([] if argv[0] == "--checkpoint" else ["--checkpoint=run"]), *argv]
     with pytest.raises(SystemExit) as end:
         main(argv)
     assert end.value.code == 2 and word in capsys.readouterr().err.splitlines()[-1]

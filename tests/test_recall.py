@@ -409,10 +409,10 @@ def test_a_sweep_from_its_plan_to_the_report(tmp_path, monkeypatch, capsys):
     for name, value in (("OMP_NUM_THREADS", "1"), ("CUDA_VISIBLE_DEVICES", "")):
         monkeypatch.setenv(name, value)
     line = ["run", "--mixers=based", "--Ts=16", "--widths=16", "--lrs=1e-2", f"--out={tmp_path / 'x'}", *IN_A_SWEEP]
-    assert mqar.RecallSweep.main([*line, "--dry-run"]) == 0 and not (tmp_path / "x").exists()
+    assert mqar.main([*line, "--dry-run"]) == 0 and not (tmp_path / "x").exists()
     printed = capsys.readouterr().out
     assert "1 runs" in printed and "experiments/recall/cell.py --model=based --block_size=16" in printed
-    assert mqar.RecallSweep.main(line) == 0 and "report.png" in capsys.readouterr().out
+    assert mqar.main(line) == 0 and "report.png" in capsys.readouterr().out
     for source in (tmp_path / "x", tmp_path / "x/report.json"):
         (run,) = records.read(source).itertuples()
         ran = tmp_path / "x" / run.run
@@ -422,7 +422,7 @@ def test_a_sweep_from_its_plan_to_the_report(tmp_path, monkeypatch, capsys):
     assert "<td>Based</td>" in (tmp_path / "x/report.html").read_text()
     result = tmp_path / "x/based_T16_d16_lr0.01_seed1/result.json"
     written = result.stat().st_mtime_ns
-    assert mqar.RecallSweep.main(line) == 0 and result.stat().st_mtime_ns == written  # it is not run again
+    assert mqar.main(line) == 0 and result.stat().st_mtime_ns == written  # it is not run again
 
 
 def test_the_plan_says_how_long_it_takes(capsys):
@@ -514,9 +514,9 @@ def test_steps_to_half_are_compared_by_all_ways_to_divide_them():
 
 @pytest.mark.parametrize("line, word", [
     ("run --mixers=longhorm --dry-run", "unknown mixer"), ("run --lr=3 --dry-run", "unknown key"),
-    ("run --seed=3", "the sweep sets that"), ("run epochs=3", "given as --key=value"),
+    ("run --seed=3", "the sweep sets seed"), ("run epochs=3", "unexpected argument"),
     ("run --Ts=100 --dry-run", "give --pairs"), ("run --mixers=gla --widths=31 --dry-run", "n_head"),
-    ("report /nowhere", "holds no sweep"), ("report --x=1", "unknown option"),
+    ("report /nowhere", "holds no sweep"), ("report --x=1", "unknown key"), ("report", "give FOLDER"),
     ("cell --pairs=5", "at least four times the pairs"),
     ("cell --vocab_size=4", "give at least 6"), ("cell --power_a=99", "nearer to 1"),
     ("cell --epochs=0", "at least 1"),
@@ -529,7 +529,7 @@ def test_mistakes_are_one_line(line, word, capsys, monkeypatch, tmp_path):
     with pytest.raises(SystemExit) as stopped:
         if command == "cell":
             launch("cell.py", lambda _: cell.main([*SMALL, *options]))
-        mqar.RecallSweep.main([command, *options])
+        mqar.main([command, *options])
     err = capsys.readouterr().err
     assert stopped.value.code == 2 and word in err.splitlines()[-1] and "Traceback" not in err
     assert not list(tmp_path.glob("out/[!.]*"))

@@ -366,15 +366,16 @@ def test_files_of_every_kind_are_read(name, kind, rows, used, code):
 
 def test_without_its_packages_a_report_is_one_line_and_a_sweep_keeps_its_records(tmp_path, monkeypatch, capsys):
     make_sweep(tmp_path, models=("longhorn",), others=())
-    assert pages.after_sweep(lambda folder: {"md": folder}, tmp_path, "x.py") == {"md": tmp_path}
     monkeypatch.setitem(sys.modules, "tabulate", None)
     with pytest.raises(SystemExit) as stopped:
         sweep.main(["report", str(tmp_path)])
     line = capsys.readouterr().err.strip()
     assert stopped.value.code == 2 and "tabulate is not installed: pip install -r requirements-experiments.txt" in line
     assert "\n" not in line and not (tmp_path / "report.md").exists()
-    assert pages.after_sweep(report.write, tmp_path, "x.py") == {}
-    assert f"experiments.txt; then: python x.py report {tmp_path}" in capsys.readouterr().out
+    command = sweep.Sweep(["report", str(tmp_path)])
+    command.folder = tmp_path
+    command.finish()
+    assert f"experiments.txt; then: python experiments/sweep.py report {tmp_path}" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------- the numbers

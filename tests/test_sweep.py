@@ -244,7 +244,7 @@ def test_a_sweep_of_other_code_goes_on_and_says_so(tmp_path, monkeypatch, capsys
 
 
 def chosen(*argv):
-    return sweep.chosen(*sweep.parser().parse_known_args(argv))
+    return sweep.Sweep(argv).chosen()
 
 
 def every_cell(preset):
@@ -491,7 +491,7 @@ def pretend(monkeypatch):
         monkeypatch.setattr(runner, "run_cells", run_cells)
         monkeypatch.setattr(sweep, "read_run", read_run)
         monkeypatch.setattr(sweep, "check_data", lambda *_: None)
-        monkeypatch.setattr(sweep, "write_report", lambda *_: {})
+        monkeypatch.setattr(sweep.Sweep, "report", lambda *_: {})
         return ran
     return pretend
 
@@ -594,18 +594,18 @@ def test_a_sweep_grows_by_what_is_new(tmp_path, pretend, capsys):
 
 
 @pytest.mark.parametrize("argv, word", [
-    (["laptop", "--seed=3"], "--seed=3"), (["laptop", "gla", "--wandb"], "--wandb"),
+    (["laptop", "--seed=3"], "--seed=3"), (["laptop", "gla", "--wandb"], "wandb"),
     (["laptop", "--learning_rat=1", "--dry-run"], "did you mean '--learning_rate'"),
-    (["report", "nowhere"], "no sweep"), (["laptop", "--nproc=0"], "--nproc=0: 1 or more"),
-    (["laptop", "--budgets=0"], "above 0"), (["laptop", "--jobs=-1"], "0 or more"),
+    (["report", "nowhere"], "no sweep"), (["laptop", "--nproc=0"], "nproc 0 must be at least 1"),
+    (["laptop", "--budgets=0"], "at least 1"), (["laptop", "--jobs=-1"], "at least 0"),
     (["laptop", "--cluster=pbs"], "slurm, ray or ray:HOST:PORT"),
     (["laptop", "--cluster_args=partition=gpu"], "slurm, ray"),
     (["laptop", "--cluster=slurm", "--cluster_args=gpu"], "key=value"),
     (["duel", "longhorn", "longhorn*3,llama", "--dry-run"], "no llama in 2 layers; set n_layer to 4 or more"),
-    (["laptop", "--budgets=28.5", "--dry-run"], "'28.5': numbers are expected"),
+    (["laptop", "--budgets=28.5", "--dry-run"], "--budgets=28.5: expected a whole number"),
     (["laptop", "--budgets=28", "--dry-run"], "warmup of 26 and decay of 6 steps are more than max_iters 28"),
-    (["laptop", "--sizes=120M"], "preset laptop has 460K, 1.5M; give one of them, or another label with its settings"),
-    (["laptop", "--sizes=460K:n_layer=2"], "or another label"), (["laptop", "--sizes=a,b:n_layer=2"], "LABEL:key"),
+    (["laptop", "--sizes=120M"], "preset laptop has 460K, 1.5M; give of them, or another label with its settings"),
+    (["laptop", "--sizes=460K:n_layer=2"], "or another label"), (["laptop", "--sizes=a,b:n_layer=2"], "or another"),
     (["laptop", "--sizes=9K:seed=2"], "the sweep sets seed"),
     (["laptop", "gla@seed=3", "--dry-run"], "--seed=3: the sweep sets seed"),
     (["laptop", "gla", "gla@batch_tokens=512", "--dry-run"], "such runs are not compared"),

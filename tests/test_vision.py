@@ -414,7 +414,7 @@ def test_a_sweep_and_its_report(tmp_path):
     with mock.patch("runtime.records.code_version", lambda: {"commit": None, "uncommitted_changes": None}):
         for c in (cells[5], cells[4]):  # ViL's second seed, ViT's first
             succeed([*c.argv, f"--out_dir={tmp_path / c.name}"])
-    assert sweep_of_images.ImageSweep.main(["report", str(tmp_path)]) == 0
+    assert sweep_of_images.main(["report", str(tmp_path)]) == 0
     text = re.sub(" +", " ", (tmp_path / "report.md").read_text())
     accuracy = 100 * record(tmp_path / cells[5].name)["val_accuracy"]
     row, = re.findall(r"\| ViL, separate, 4 layers \|.*", text)

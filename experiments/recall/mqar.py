@@ -24,13 +24,15 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
+from configurator import Count, Positive, Whole  # noqa: E402
 from experiments.recall import report  # noqa: E402
-from experiments.sweeps.experiment import Experiment  # noqa: E402
-from experiments.sweeps.runner import Cell, hours, names, numbers  # noqa: E402
+from experiments.sweeps.experiment import Experiment, Report, Run  # noqa: E402
+from experiments.sweeps.runner import Cell, hours  # noqa: E402
 
 STEPS = ("deltanet", "deltanet_implicit", "deltanet_exact", "deltanet_free", "deltanet_implicit_free",
          "deltanet_exact_free")
@@ -93,27 +95,27 @@ def cells_of(preset, extra=()):
 
 # -------------------------------------------------------------------------------------------------------- command line
 
+@dataclass
+class RecallRun(Run):
+    preset: Literal[tuple(PRESETS)] = "laptop"  # see above
+    mixers: tuple[str, ...] = ()  # (the preset's at each T)
+    Ts: tuple[Count, ...] = ()  # lengths; one that the preset lacks gets the mixers of its first
+    widths: tuple[Count, ...] = ()  # (the preset's)
+    lrs: tuple[Positive, ...] = ()  # learning rates, of which the best counts (the preset's)
+    seeds: tuple[Whole, ...] = ()  # (the preset's)
+
+
 class RecallSweep(Experiment):
     script = "experiments/recall/mqar.py"
+    settings = {"run": RecallRun, "report": Report}
     program = "experiments/recall/cell.py"
     name = "recall_{preset}"
-    usual = REPO / "out" / "recall_laptop"
-    at_a_time, per_gpu = "one per core, or four per GPU", 4  # small models leave most of a GPU idle
+    per_gpu = 4  # small models leave most of a GPU idle
     sets = ("model", "block_size", "n_embd", "learning_rate", "seed", "out_dir", "resume")
     see = "--mixers, --Ts, --widths, --lrs, --seeds, --out"
 
-    def add_run_options(self, run):
-        super().add_run_options(run)
-        run.add_argument("--preset", choices=PRESETS, default="laptop")
-        run.add_argument("--mixers", type=names, help="joined by commas (default: the preset's at each T)")
-        run.add_argument("--Ts", type=numbers(int), help="lengths; one that the preset lacks gets the mixers of its "
-                         "first")
-        run.add_argument("--widths", type=numbers(int))
-        run.add_argument("--lrs", type=numbers(float), help="learning rates, of which the best counts")
-        run.add_argument("--seeds", type=numbers(int, least=0))
-
     def plan(self):
-        return cells_of(chosen(self.args), self.extra)
+        return cells_of(chosen(self.args), self.args.others)
 
     def about(self):
         return {"preset": self.args.preset}
@@ -142,5 +144,7 @@ def chosen(args):
     return dataclasses.replace(preset, lengths={T: args.mixers or mixers for T, mixers in lengths.items()}, **changes)
 
 
+main = RecallSweep.main
+
 if __name__ == "__main__":
-    sys.exit(RecallSweep.main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -13,7 +13,6 @@ to the plan. experiments/sweep.py plans runs, experiments/records.py reads them;
 this module too.
 """
 
-import argparse
 import contextlib
 import math
 import os
@@ -31,7 +30,7 @@ from tqdm import tqdm
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from common.errors import ConfigError, main_error  # noqa: E402
+from common.errors import ConfigError  # noqa: E402
 from common.files import lock_folder  # noqa: E402
 from experiments.sweeps.engines import cluster_options, cores, open_engine  # noqa: E402
 from runtime.records import BadRecord, changed_files, fields, is_finished, read_json, write_json  # noqa: E402
@@ -158,8 +157,6 @@ def driver(args, folder, jobs, nproc=1, gpus=()):
 
 def placement(args, nproc=1, per_gpu=1):
     """(cells at a time, 0: all; ids of this machine's GPUs; where the cells run, in words). Raises ConfigError."""
-    if args.jobs < 0:
-        raise ConfigError(f"--jobs={args.jobs}: 0 or more")
     cluster_options(args.cluster, args.cluster_args)  # refused before anything is planned
     if args.cluster:
         return args.jobs, (), args.cluster
@@ -349,76 +346,8 @@ def last_words(path, state):
     return f"{lines[-1][:240] if lines else 'it printed nothing'} ({state}; all of it in {path})"
 
 
-# --------------------------------------------------------------------------------------------------------- command line
-
-def numbers(kind, least=None):
-    """A parser of numbers joined by commas, each above 0, or at least `least`."""
-    def parse(text):
-        with contextlib.suppress(ValueError, OverflowError):
-            given = [float(v) for v in text.split(",")]
-            values = tuple(map(kind, given))
-            if len(set(values)) == len(given) and all(v > 0 if least is None else v >= least for v in values) and (
-                    list(values) == given):  # 1e3 is an integer, 1.5 is not
-                return values
-        raise argparse.ArgumentTypeError(f"{text!r}: numbers are expected, joined by commas, each once and "
-                                         + ("above 0" if least is None else f"{least} or more"))
-    return parse
-
-
-def add_options(parser, jobs):
-    """Options that all sweeps have; jobs: the default of --jobs on this machine, in words."""
-    parser.add_argument("--jobs", type=int, default=0, help=f"runs at a time (default: {jobs}; on a cluster: all)")
-    parser.add_argument("--cluster", default="", metavar="slurm|ray|ray:HOST:PORT", help="where (this machine)")
-    parser.add_argument("--cluster_args", "--cluster-args", default="", metavar="KEY=VALUE,...", help="options of "
-                        "sbatch (partition=gpu,gpus=1,time=240), or of Ray's actors (num_cpus=4,num_gpus=1)")
-
-
-def names(text):
-    """A parser of names joined by commas."""
-    parts = tuple(dict.fromkeys(n for n in text.split(",") if n))
-    if not parts:  # an empty shell variable is not a wish for the preset
-        raise argparse.ArgumentTypeError("a name is expected, or names joined by commas")
-    return parts
-
-
 def hours(seconds):
     """A duration in words."""
     if seconds < 600:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"
-
-
-def run_or_report(prog, args, extra, run, write, sets=(), see=""):
-    """The main function of a sweep's script; returns its exit code. `run(args, extra)` gets the settings for every run.
-
-    Args:
-        write: write(folder, out) draws the report and returns {name: path} of its files.
-        sets: settings that the sweep itself gives each run, which `extra` may not; see: the options for them.
-    """
-    with main_error(prog):
-        for e in extra:
-            if args.command == "report" or not e.startswith("--") or "=" not in e:
-                raise ConfigError(f"unknown option {e}: see --help; settings of a run are given as --key=value")
-            if e[2:].split("=")[0] in sets:
-                raise ConfigError(f"{e}: the sweep sets that; see {see}")
-        if args.command == "report":
-            return say_written(write(args.folder, args.out))
-        try:
-            return run(args, extra)
-        except KeyboardInterrupt as stopped:
-            raise ConfigError(f"stopped: {stopped or 'the same command resumes'}") from None
-
-
-def say_written(paths):
-    for path in paths.values():
-        print(f"wrote {path}")
-    return 0
-
-
-def say_failed(failed, cells):
-    """Print the failures, last of all that a sweep prints; return its exit code."""
-    for name, why in failed.items():
-        print(f"FAILED {name}: {why}")
-    if failed:
-        print(f"{len(failed)} of {len(cells)} runs failed: holes in the report; the same command tries them again")
-    return 1 if failed else 0

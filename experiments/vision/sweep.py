@@ -2,7 +2,7 @@
 
     python experiments/vision/sweep.py run                  scikit-learn's digits: 27 runs, two hours of one CPU core
     python experiments/vision/sweep.py run --seeds=4,5      more seeds; they add to the same folder
-    python experiments/vision/sweep.py report               pages and figure, from the records alone
+    python experiments/vision/sweep.py report out/vision_digits       pages and figure, from the records alone
     python experiments/vision/sweep.py run --config=cifar   config/{vil,vim,vit}_cifar.py, on a GPU; tiny: ImageNet's
 
 Any other --key=value goes to every run. Stop it at any moment: the same command resumes. The control `forward` has its
@@ -12,16 +12,19 @@ class token in the middle and reads no further: where the reverse scan did not r
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
+from configurator import Whole  # noqa: E402
 from experiments.records import KINDS  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
-from experiments.sweeps.experiment import Experiment  # noqa: E402
-from experiments.sweeps.runner import Cell, numbers  # noqa: E402
+from experiments.sweeps.experiment import Experiment, Report, Run  # noqa: E402
+from experiments.sweeps.runner import Cell  # noqa: E402
 from experiments.vision import report  # noqa: E402
 from experiments.vision.report import variant_of  # noqa: E402
 
@@ -80,21 +83,22 @@ def speed(cells, rounds=7):
 
 # -------------------------------------------------------------------------------------------------------- command line
 
+@dataclass
+class ImageRun(Run):
+    config: Literal["digits", "cifar", "tiny"] = "digits"  # config/*_CONFIG.py
+    seeds: tuple[Whole, ...] = (1, 2, 3)  # of every model
+
+
 class ImageSweep(Experiment):
     script = "experiments/vision/sweep.py"
+    settings = {"run": ImageRun, "report": Report}
     program = "experiments/vision/classify.py"
     name = "vision_{config}"
-    usual = REPO / "out" / "vision_digits"
     sets = ("model", "directions", "n_layer", "seed", "out_dir", "resume")
     see = "--config, --seeds, --out"
 
-    def add_run_options(self, run):
-        super().add_run_options(run)
-        run.add_argument("--config", choices=("digits", "cifar", "tiny"), default="digits", help="config/*_CONFIG.py")
-        run.add_argument("--seeds", type=numbers(int, least=0), default=(1, 2, 3))
-
     def plan(self):
-        return cells_of(self.args.config, self.args.seeds, self.extra)
+        return cells_of(self.args.config, self.args.seeds, self.args.others)
 
     def finish(self):
         runner.write_plan(self.folder, self.cells, speed=speed(self.cells))
@@ -104,5 +108,7 @@ class ImageSweep(Experiment):
         return report.write(folder, out, self.args.accept_code)
 
 
+main = ImageSweep.main
+
 if __name__ == "__main__":
-    sys.exit(ImageSweep.main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))
