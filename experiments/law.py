@@ -8,18 +8,20 @@
 its slopes per doubling; `NAME compute`, `per C`: the same of the compute, on the frontier. How: experiments/fit.py.
 """
 
-import argparse
 import itertools
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import configurator  # noqa: E402
 from common import errors  # noqa: E402
 from common.errors import ConfigError  # noqa: E402
+from configurator import Count, Positive  # noqa: E402
 from experiments import compare, records, sweep  # noqa: E402
 from experiments.fit import MB, Family, analyse, power  # noqa: E402
 from runtime.records import environment, write_json  # noqa: E402
@@ -100,16 +102,20 @@ def to_predict(families, with_embedding=False):
     return targets
 
 
+@dataclass
+class Options:
+    sweep: Path  # a sweep's folder, or a file that --save wrote
+    models: list[str] = ()  # the first is compared with each other; none: all
+    least: Positive = 1.0  # MB of the least budget that is fitted
+    embedding: bool = False  # count the embedding's parameters too
+    draws: Count = 200  # simulated sweeps per form of the law
+    predict: Path = None  # a file: write the losses of `sweep.py law_predicted`
+
+    ARGUMENTS = ("models",)
+
+
 def main(argv):
-    parser = argparse.ArgumentParser(prog="law.py", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweep", type=Path, help="a sweep's folder, or a file that --save wrote")
-    parser.add_argument("models", nargs="*", help="the first is compared with each other (default: all)")
-    parser.add_argument("--least", type=float, default=1.0, help="MB of the least budget that is fitted (1)")
-    parser.add_argument("--embedding", action="store_true", help="count the embedding's parameters too")
-    parser.add_argument("--draws", type=int, default=200, help="simulated sweeps per form of the law (200)")
-    parser.add_argument("--predict", type=Path, metavar="FILE", help="write the losses of `sweep.py law_predicted`")
-    args = parser.parse_args(argv)
+    args = configurator.read(Options, argv, __doc__)
     families = families_of(args.sweep, args.models, args.embedding)
     targets = to_predict(families, args.embedding) if args.predict else {}
     found = analyse(families, targets, args.least * MB, args.draws)

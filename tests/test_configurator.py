@@ -252,6 +252,9 @@ bench/generate.py --new-tokens=0                 new_tokens 0 must be at least 1
 tools/parameters.py 120M                         unexpected argument '120M'
 experiments/duel_simulation.py                   give the record: the file to write
 experiments/edit_simulation.py a b               unexpected argument 'b'
+experiments/law.py                               give the sweep: a sweep's folder, or a file that --save wrote
+experiments/law.py a --draws=0                   draws 0 must be at least 1
+experiments/law.py none llama --least=-1         least -1.0 must be above 0
 experiments/objectives.py --seed=-1              seed -1 must be at least 0
 experiments/objectives.py --add=none.py          none.py: No such file or directory
 experiments/objectives.py --add a.py --save      --save with --add: results/ is only for
@@ -348,3 +351,35 @@ def test_any_argv_gives_a_config_or_one_line(argv):
 def test_what_is_written_is_what_is_read(n, x, b, s):
     config = load(Config, [f"--n_layer={n}", f"--dropout={x!r}", f"--compile={b}", f"--out_dir={s}"])
     assert (config.n_layer, config.dropout, config.compile, config.out_dir) == (n, x, b, s)
+
+
+PROGRAMS = sorted({line.split()[0] for line in REFUSED.strip().splitlines()})
+HELP = """
+import os, runpy, sys, torch
+as_module, *programs = sys.argv[1:]
+for program in programs:
+    if child := os.fork():
+        print(os.waitpid(child, 0)[1], program)
+        continue
+    sys.stdout, sys.argv = open(os.devnull, "w"), [program, "--help"]
+    try:
+        if as_module:
+            runpy.run_module(os.path.relpath(program)[:-3].replace("/", "."), run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(program)
+            runpy.run_path(program, run_name="__main__")
+    except SystemExit as end:
+        os._exit(end.code or 0)
+    except BaseException as error:
+        print(program, error, file=sys.stderr)
+    os._exit(1)
+"""
+
+
+@pytest.mark.parametrize("as_module, programs", [("", PROGRAMS), ("yes", ["experiments/objectives.py"])])
+def test_programs_help_as_files_from_anywhere_and_as_modules(as_module, programs, tmp_path):
+    """The interpreter puts a file's folder on the path, or the current one."""
+    paths = [f"{ROOT}/{program}" for program in programs]
+    done = subprocess.run([sys.executable, "-c", HELP, as_module, *paths], cwd=ROOT if as_module else tmp_path,
+                          capture_output=True, text=True)
+    assert done.stdout.splitlines() == [f"0 {path}" for path in paths], done.stderr
