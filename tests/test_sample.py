@@ -234,3 +234,11 @@ def test_code_that_changed_since_the_training_is_said(program, tmp_path, monkeyp
     for damaged in ("", "{}", '{"environment": {"code_files": []}}'):
         (out / "config.json").write_text(damaged)
         assert "the code has changed" not in starts[program]().err
+
+
+def test_the_config_of_another_run_is_said_not_to_be_the_checkpoints(tmp_path):
+    """Which may have one version of the code less: the run was resumed in another, and has not saved since."""
+    environment = {"code": "b", "commit": None, "uncommitted_changes": None, "code_files": {}}
+    (tmp_path / "config.json").write_text(json.dumps({"environment": environment, "code_versions": ["a", "b"]}))
+    assert sample.code_since(tmp_path, ["a", "b"]) == sample.code_since(tmp_path, ["a"]) == ""
+    assert "it names code b, the checkpoint b, then c; so this may be" in sample.code_since(tmp_path, ["b", "c"])
