@@ -21,6 +21,7 @@ if __name__ == "__main__":
 import configurator  # noqa: E402
 from common.errors import ConfigError, main_error, regular  # noqa: E402
 from data.shards import Shards, shards_sha256  # noqa: E402
+from runtime.records import fields  # noqa: E402
 
 SPLITS = ("train", "val")
 DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
@@ -56,23 +57,24 @@ class Tokens:
     Raises DataError for a folder that is not prepared, and for files that are not what meta.json describes: of another
     size, with ids outside the vocabulary, of other content. Ids are looked at in 256 evenly spaced slices of 65,536
     tokens, content in splits of up to 200M tokens; the rest (OpenWebText has 9 billion) is trusted as prepare.py
-    recorded it. `verify()` reads everything.
+    recorded it. `verify()` reads everything. BadRecord for fields of meta.json that are missing or of another type.
     """
 
     def __init__(self, folder, vocab_size=None, block_size=None):
         self.folder = Path(folder)
         self.meta = _read_meta(self.folder)
-        self.vocab_size = self.meta["vocab_size"]
-        self._again = f"prepare it again ({_prepare_command(self.folder, '--force')})"
-        if vocab_size is not None and self.vocab_size > vocab_size:
-            raise DataError(
-                f"the vocabulary of {self.folder} ({self.vocab_size:,} tokens) is larger than the model's vocab_size "
-                f"{vocab_size:,}: set vocab_size to at least {self.vocab_size}"
-            )
-        self.train = self._open("train", block_size)  # (tokens,)
-        self.val = self._open("val", block_size)  # (tokens,)
-        self.sha256 = {split: self._sha256(split) for split in SPLITS}
-        self.bytes_per_token = self._bytes_per_token()
+        with fields(f"the fields of {self.folder / 'meta.json'}"):
+            self.vocab_size = self.meta["vocab_size"]
+            self._again = f"prepare it again ({_prepare_command(self.folder, '--force')})"
+            if vocab_size is not None and self.vocab_size > vocab_size:
+                raise DataError(
+                    f"the vocabulary of {self.folder} ({self.vocab_size:,} tokens) is larger than the model's "
+                    f"vocab_size {vocab_size:,}: set vocab_size to at least {self.vocab_size}"
+                )
+            self.train = self._open("train", block_size)  # (tokens,)
+            self.val = self._open("val", block_size)  # (tokens,)
+            self.sha256 = {split: self._sha256(split) for split in SPLITS}
+            self.bytes_per_token = self._bytes_per_token()
 
     def _files(self, split):
         """[(Path, entry in meta.json)] of a split's files: train.bin, or the shards."""

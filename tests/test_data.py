@@ -38,6 +38,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from common.errors import ConfigError
 from data import loader, mixture, prepared, tokenizer, writer
 from data.adopt import adopt
 from data.loader import TokenData, eval_windows, get_batch, n_windows, step_windows
@@ -220,6 +221,10 @@ def test_a_folder_that_a_model_cannot_use_is_refused(tmp_path):
                                 (16 * (2**24 + 1), "16,777,217 windows of 16: at most 16,777,216")]:
         rejected(lambda n=batch_tokens: token_data(folder, n), words)
     rejected(lambda: token_data(folder).rank_slice(0, 5), "12 windows", "5 processes", "batch_tokens 240")
+    for wrong in {"vocab_size": "256"}, {"splits": {}}:  # with the right checksum all the same
+        edit_meta(folder, **wrong)
+        with pytest.raises(ConfigError, match=f"^the fields of {folder}/meta.json (lack|are damaged)"):
+            Tokens(folder)
 
 
 def test_shards_are_one_array(tmp_path):
