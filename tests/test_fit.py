@@ -99,11 +99,11 @@ CONSTANTS = {"additive": (0.4, 6.0, 0.21, 22.0, 0.25, 0.0, 1.0), "offset": (0.4,
              "gamma": (0.3, 14.0, 0.26, 70.0, 0.32, 0.0, 0.75)}
 
 
-def family(constants=CONSTANTS["additive"], seeds=2, noise=0.0, budgets=(1, 2, 4, 8, 16), cost=0.0):
-    N = np.array([5e4, 1.2e5, 2.5e5, 4.5e5, 1.4e6])
+def family(constants=CONSTANTS["additive"], noise=0.0, budgets=(1, 2, 4, 8, 16), times=1.0):
+    N = times * np.array([5e4, 1.2e5, 2.5e5, 4.5e5, 1.4e6])
     D = MB * np.array(budgets, float)
-    off = noise * np.random.default_rng(1).standard_normal((seeds, 5, len(D)))
-    return fit.Family(N, 6 * N, D, np.log(fit.law(N[:, None], D, *constants)) + off, np.full(5, cost))
+    off = noise * np.random.default_rng(1).standard_normal((2, 5, len(D)))
+    return fit.Family(N, 6 * N, D, np.log(fit.law(N[:, None], D, *constants)) + off, np.zeros(5))
 
 
 @pytest.mark.parametrize("form", fit.FORMS)
@@ -120,15 +120,21 @@ def test_the_shape_of_the_noise_along_a_trunk():
 
 
 def test_the_compute_that_is_best_spent_on_parameters():
-    """By Hoffmann et al., a = beta / (alpha + beta) for C = 6 N D."""
-    assert fit.allocation(fit.Fit(*CONSTANTS["additive"], 0), family()) == pytest.approx(0.25 / 0.46, abs=2e-3)
+    """By Hoffmann et al., a = beta / (alpha + beta) for C = 6 N D, where alpha A / N^alpha = beta B / D^beta."""
+    fitted = fit.Fit(*CONSTANTS["additive"], 0)
+    assert fit.allocation(fitted, family()) == pytest.approx(0.25 / 0.46, abs=2e-3)
+    N = 2e5
+    D = (22 * 0.25 / (6 * 0.21 / N**0.21)) ** 4
+    level = fit.law(N, D, *CONSTANTS["additive"])
+    assert fit.frontier(fitted, family(), [level]) == pytest.approx([6 * N * D], rel=1e-3)
 
 
 def test_a_family_that_needs_two_fifths_of_the_tokens():
     """At every size and budget, so both slopes are 0; of the compute, by its FLOPs per token, too."""
     E, A, alpha, B, beta, *_ = CONSTANTS["additive"]
-    b = family((E, A, alpha, B / 0.4**beta, beta), budgets=(0.5, 1, 2, 4, 8, 16))
-    a = family(budgets=(0.25, 0.5, 1, 2, 4, 8, 16))._replace(flops=9 * b.N)
+    b = family((E, A, alpha, B / 0.4**beta, beta), budgets=(0.5, 1, 2, 4, 8, 16), times=1.1)
+    a = family(budgets=(0.25, 0.5, 1, 2, 4, 8, 16))
+    a = a._replace(flops=9 * a.N)
     read = fit.ratios(a, b, a.log_L[0], b.log_L[0], b.D[1:])
     tokens = [value for key, value in read.items() if key.startswith("tokens")]
     assert tokens == pytest.approx([math.log2(0.4)] * 25, abs=0.01)
@@ -140,17 +146,48 @@ def test_a_family_that_needs_two_fifths_of_the_tokens():
 
 
 def test_one_run_more():
-    """Almost without noise: a surplus of .01 at 16 MB is .01 x .7 x 2^-.4 at 32; powers by the two largest."""
+    """Mean and SD over draws. A surplus of .01 at 16 MB is .01 x .7 x 2^-.4 at 32, more where it is its rate's too."""
     rng = np.random.default_rng(0)
-    exact = family(noise=1e-7)
     fitted = fit.Fit(*CONSTANTS["additive"], 0)
-    above = exact._replace(log_L=exact.log_L + 0.01)
-    for N, surplus in ((exact.N[1], 0.01 * 0.7 * 2**-0.4), (4e6, 0)):
-        more = fit.one_more(rng, above, fitted, 0.0, N, 32 * MB)
-        assert more == pytest.approx(surplus + fit.log_law(fitted, N, 32 * MB), abs=1e-5)
-    straight = exact._replace(log_L=-0.1 * np.log(exact.N[:, None]) - 0.2 * np.log(exact.D)[None, None])
-    for N in (4e6, exact.N[0]):
+    seen = family(noise=0.001)
+    seen.log_L[0] += 0.01
+    variance, df = fit.seed_noise(seen)
+    variance *= df / (df - 2)  # Student's
+    at_16, both, at_32 = variance * 4**-1.6, variance * 0.7 * 2**-3.6, variance * 4**-2.0
+    for cost, shared in ((0.0, 0.0), (0.004, 3.2e-5)):
+        pull = (both + shared) / (at_16 + shared)
+        for N, surplus, spread in ((seen.N[1], seen.log_L[0, 1, -1] - fit.log_law(fitted, seen.N[1], 16 * MB),
+                                    at_32 + shared - pull * (both + shared)), (4e6, 0, at_32 + shared)):
+            draws = [fit.one_more(rng, seen._replace(rate_cost=np.full(5, cost)), fitted, 1e-9, N, 32 * MB)
+                     for _ in range(2000)]
+            expected = pull * surplus + fit.log_law(fitted, N, 32 * MB)
+            assert np.mean(draws) == pytest.approx(expected, abs=4e-4)
+            assert np.std(draws) == pytest.approx(spread**0.5, rel=0.1)
+
+
+def test_a_power_law_goes_on_from_the_two_largest():
+    seen = family()
+    straight = seen._replace(log_L=-0.1 * np.log(seen.N[:, None]) - 0.2 * np.log(seen.D)[None, None])
+    for N in (4e6, seen.N[0]):
         assert fit.power(straight, N, 28 * MB) == pytest.approx(-0.1 * math.log(N) - 0.2 * math.log(28 * MB))
+
+
+def test_what_another_sweep_may_differ_by():
+    """Two seeds halve the variance; what is beyond it and the costs of rates is misfit."""
+    rng = np.random.default_rng(0)
+    seen = family(noise=0.01)
+    variance, df = fit.seed_noise(seen)
+    off = [fit.again(rng, seen, 4e-6)[:, 0] for _ in range(2000)]
+    assert np.var(off) == pytest.approx(variance / 2 * df / (df - 2) + 4e-6, rel=0.05)
+    fitted = fit.Fit(*CONSTANTS["additive"], 0)
+    off = np.resize([0.02, -0.02], (5, 5))
+    squares = 25 / 20 * 4e-4
+    exact = family(noise=1e-8)
+    assert fit.misfit(exact._replace(log_L=exact.log_L + off), "additive", fitted) == pytest.approx(squares, rel=1e-3)
+    of_seeds = variance / 2 * np.mean(4.0 ** (-0.4 * np.arange(5)))
+    means = seen.log_L - seen.log_L.mean(0) + exact.log_L.mean(0) + off
+    found = fit.misfit(seen._replace(log_L=means, rate_cost=np.full(5, 0.01)), "additive", fitted)
+    assert found == pytest.approx(squares - of_seeds - 2e-4, rel=1e-3)
 
 
 def test_intervals_grow_with_the_noise():
