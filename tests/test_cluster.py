@@ -168,14 +168,6 @@ def test_a_slurm_that_does_not_answer_is_one_line(start, tmp_path, stand_in):
 
 
 @SLURM
-def test_a_node_of_slurm_without_its_python_is_one_line(tmp_path, stand_in):
-    engine = engines.open_engine("slurm", "", tmp_path, 0)
-    engine.poll_seconds, engine.executor.python = 0.5, "/nowhere/python"
-    failed = runner.run_cells([Cell("a", [])], tmp_path, engine, stand_in)
-    assert "/nowhere/python: No such file or directory" in failed["a"]
-
-
-@SLURM
 def test_a_job_that_slurm_holds_is_one_line(start, tmp_path, stand_in):
     """Its node failed and is back before the job's first step has ended: it cannot be started there again."""
     cells = {"a": [f"--gate={tmp_path}/gate"], "b": []}

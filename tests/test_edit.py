@@ -287,12 +287,6 @@ def test_no_output_goes_where_the_next_snapshot_would_copy_it(repo, run):
     assert not (repo / "edits").exists()
 
 
-def test_relative_output(repo, run, monkeypatch):
-    monkeypatch.chdir(repo / "docs")
-    change(repo, SHIFT=1.0)
-    assert run("--pairs=6", "--out=../out/there")[0] == 1 and list((repo / "out/there").glob("*/edit-*/edit.json"))
-
-
 def test_the_probe_counts_the_vocabulary_of_the_data(tmp_path):
     """Of the first dataset of a mixture, rounded up to 64; of bytes where none is prepared, which is said next."""
     (tmp_path / "mine").mkdir()

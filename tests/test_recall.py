@@ -1,5 +1,5 @@
 """experiments/recall/: the examples against the benchmark's description, the mixers against sums over all pairs of
-positions, a run that is killed and resumes, one on two processes, and a sweep from its plan to the figure.
+positions, a run and its records, and a sweep from its plan to the figure.
 
 The statistics are tests of chance with fixed seeds: a p-value below 1e-4 fails.
 
@@ -9,13 +9,12 @@ The statistics are tests of chance with fixed seeds: a p-value below 1e-4 fails.
 import json
 import math
 import re
-import signal
 from itertools import combinations, permutations
 
 import numpy as np
 import pytest
 import torch
-from helpers import log_lines, record
+from helpers import record
 from scipy import stats
 from torch.testing import assert_close
 
@@ -355,34 +354,6 @@ def test_dropout_is_a_function_of_seed_step_and_process():
     first = drawn(1, 0)
     torch.manual_seed(99)
     assert drawn(1, 0) == first and drawn(1, 1) != first != drawn(0, 0)
-
-
-def test_killed_and_resumed_it_is_the_same_run_to_the_last_bit(tmp_path, launch):
-    """attention, which draws dropout twice; killed by SIGKILL between two checkpoints."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    settings = ["--model=attention", "--epochs=8", "--eval_interval=20", "--checkpoint_interval=7",
-                "--log_interval=10"]
-    small_run(whole, *settings)
-    process = launch([*SMALL, f"--out_dir={parts}", *settings], main=cell.main, hold=[("step", 18)])
-    assert process.held() and (parts / "checkpoint.safetensors").exists()
-    process.send(signal.SIGKILL)
-    assert process.end() == [-signal.SIGKILL] and not (parts / "result.json").exists()
-    small_run(parts, *settings, "--resume=auto")
-    assert log_lines(parts) == log_lines(whole) and len(log_lines(whole)) == 9 + 1 + 5
-    clock = dict.fromkeys(("seconds", "tokens_per_second", "memory_bytes"))
-    assert record(parts) | clock == record(whole) | clock
-
-
-def test_two_processes_train_as_one_does(tmp_path, launch):
-    """601 examples: the last step of an epoch has one, and the second process none."""
-    settings = ["--model=longhorn", "--epochs=2", "--train_examples=601", "--log_interval=1", "--eval_interval=13"]
-    r = launch([*SMALL, f"--out_dir={tmp_path / 'two'}", *settings], 2, main=cell.main)
-    assert r.end() == [0, 0], r.said()
-    two, one = record(tmp_path / "two"), small_run(tmp_path / "one", *settings)
-    assert (two["processes"], two["steps"]) == (2, 26)
-    assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-4)
-    losses = [[e["train_loss"] for e in read_log(tmp_path / name, "train")] for name in ("one", "two")]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 # ----------------------------------------------------------------------------------------------------------- the sweep
