@@ -377,6 +377,7 @@ class Extrapolation(Experiment):
     script = "experiments/extrapolation.py"
     settings = {"eval": Eval, "run": ExtrapolationRun, "report": Report}
     name = "extrapolation_{preset}"
+    columns = ("run",)
     sets = (*sweep.SET_BY_THE_SWEEP, "dataset")
     see = "FAMILY, --preset, --seeds"
 

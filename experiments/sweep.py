@@ -36,11 +36,10 @@ import configurator  # noqa: E402
 from common.errors import ConfigError  # noqa: E402
 from configurator import Count  # noqa: E402
 from experiments.compare import best_rate  # noqa: E402
-from experiments.pages import human  # noqa: E402
 from experiments.records import KINDS, check_packages, label_settings, read_run, stem  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
 from experiments.sweeps.experiment import Experiment, Report, Run  # noqa: E402
-from experiments.sweeps.runner import Cell, hours  # noqa: E402
+from experiments.sweeps.runner import Cell  # noqa: E402
 from runtime.records import BadRecord, environment, is_finished  # noqa: E402
 
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv")  # of the paper's Table 1
@@ -450,29 +449,6 @@ def estimate(cells):
         c.seconds = START_SECONDS + CPU_SECONDS_PER_FLOP * c.at["flops"] + CPU_SECONDS_PER_TOKEN * trained
 
 
-def print_plan(cells, jobs, nproc, where):
-    """The plan as a table: a line per family, size and budget; then the whole."""
-    wide = max(len(c.at["model"]) for c in cells) + 1
-    print(f"{'family':{wide}}{'size':>13}{'context':>9}{'parameters':>12}{'tokens':>9}  runs")
-    lines = {}
-    for c in cells:
-        lines.setdefault((c.at["model"], c.at["size"], c.at["tokens"]), []).append(c)
-    for (model, size, tokens), group in lines.items():
-        at = group[0].at
-        stages = Counter(c.at["stage"] for c in group)
-        runs = ", ".join(f"{n} {stage}" for stage, n in stages.items())
-        rates = sorted({c.at["learning_rate"] for c in group if c.at["stage"] == "search"})
-        if rates:
-            runs += f" at {', '.join(f'{rate:g}' for rate in rates)}"
-        print(f"{model:{wide}}{size:>13}{at['context']:>9,}{human(at['parameters']):>12}{human(tokens):>9}  {runs}")
-    flops = sum(c.at["flops"] for c in cells)
-    each = f" by {nproc} processes each" if nproc > 1 else ""
-    print(f"{len(cells)} runs, {flops:.2g} FLOPs on {where}, {jobs or 'all'} at a time{each}")
-    if "CPU" in where:
-        seconds = sum(c.seconds for c in cells) / jobs
-        print(f"about {hours(seconds)} on cores of an AMD EPYC (Zen 4), and more where a search goes beyond its rates")
-
-
 def whole_path(setting):
     """--dataset=FOLDER with the whole path: a run begins in the repository's folder."""
     key, _, value = setting.partition("=")
@@ -571,6 +547,8 @@ class SweepReport(Report):
 class Sweep(Experiment):
     script = "experiments/sweep.py"
     settings = dict.fromkeys(PRESETS, SweepRun) | {"report": SweepReport}
+    columns = ("model", "size", "context", "parameters", "tokens", "stage", "learning_rate")
+    estimated = " on cores of an AMD EPYC (Zen 4), and more where a search goes beyond its rates"
     sets = SET_BY_THE_SWEEP
     see = "FAMILY, --seeds, --budgets, --out"
 
@@ -623,9 +601,6 @@ class Sweep(Experiment):
 
         return report.write(folder, out, accept_code=self.args.accept_code, save_it=getattr(self.args, "save", False),
                             style=self.args.style)
-
-    def say_plan(self, cells, jobs, where):
-        print_plan(cells, jobs, self.nproc, where)
 
     def say_commands(self, cells):
         """Of the paper's cells all, for a node of eight GPUs."""

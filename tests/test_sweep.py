@@ -356,9 +356,10 @@ def test_the_numbers_of_a_plan_at_budgets_that_do_not_divide(capsys):
     seconds = [8 + 3.9e-5 * n + 1.12e-11 * c.at["flops"] for c, n in zip(cells, trained, strict=True)]
     assert [c.seconds for c in cells] == pytest.approx(seconds)
     trunk.seconds, branch.seconds = 9000, 3000
-    sweep.print_plan(cells, jobs=3, nproc=1, where="6 CPU core(s)")
-    head, *lines, total, about = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["longhorn", "460K", "256", "467K", "341K", "1", "seed"] and "103K" in lines[1]
+    sweep.Sweep(["laptop"]).say_plan(cells, 3, "6 CPU core(s)")
+    head, rule, *lines, total, about = capsys.readouterr().out.splitlines()
+    words = [word.strip() for word in lines[0].split("|")]
+    assert words[1:7] == ["longhorn", "460K", "256", "466.6K", "341K", "seed"] and "103.4K" in lines[1]
     assert total == f"2 runs, {trunk.at['flops'] + branch.at['flops']:.2g} FLOPs on 6 CPU core(s), 3 at a time"
     assert about.startswith("about 67 min on cores")
 

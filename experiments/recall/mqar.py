@@ -20,7 +20,6 @@ mixers solve a task is a coarse question: 3 of 3 seeds against 1 of 3 is p = 0.4
 
 import dataclasses
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -32,7 +31,7 @@ sys.path.insert(0, str(REPO))
 from configurator import Count, Positive, Whole  # noqa: E402
 from experiments.recall import report  # noqa: E402
 from experiments.sweeps.experiment import Experiment, Report, Run  # noqa: E402
-from experiments.sweeps.runner import Cell, hours  # noqa: E402
+from experiments.sweeps.runner import Cell  # noqa: E402
 
 STEPS = ("deltanet", "deltanet_implicit", "deltanet_exact", "deltanet_free", "deltanet_implicit_free",
          "deltanet_exact_free")
@@ -110,6 +109,8 @@ class RecallSweep(Experiment):
     settings = {"run": RecallRun, "report": Report}
     program = "experiments/recall/cell.py"
     name = "recall_{preset}"
+    columns = ("T", "pairs", "n_embd", "mixer", "steps", "flops")
+    estimated = " at most, as results/recall_laptop.json had it; a run stops where it answers enough of the test right"
     per_gpu = 4  # small models leave most of a GPU idle
     sets = ("model", "block_size", "n_embd", "learning_rate", "seed", "out_dir", "resume")
     see = "--mixers, --Ts, --widths, --lrs, --seeds, --out"
@@ -122,18 +123,6 @@ class RecallSweep(Experiment):
 
     def report(self, folder, out=None):
         return report.write(folder, out, self.args.accept_code)
-
-    def say_plan(self, cells, jobs, where):
-        """The plan as a table, a line per T, width and mixer; then the total."""
-        print(f"{'T':>4}{'pairs':>7}{'width':>7}  {'mixer':15}{'runs':>5}{'steps':>8}{'FLOPs each':>12}")
-        lines = Counter(tuple(c.at[key] for key in ("T", "pairs", "n_embd", "mixer", "steps", "flops")) for c in cells)
-        for (T, pairs, width, mixer, steps, flops), runs in lines.items():
-            print(f"{T:>4}{pairs:>7}{width:>7}  {mixer:15}{runs:>5}{steps:>8,}{flops:>12.2g}")
-        flops = sum(c.at["flops"] for c in cells)
-        super().say_plan(cells, jobs, f"{where}, at most {flops:.2g} FLOPs")
-        if "CPU" in where:
-            print(f"about {hours(SECONDS_PER_FLOP * flops / jobs)} at most, as results/recall_laptop.json had it; a "
-                  "run stops where it answers enough of the test right")
 
 
 def chosen(args):

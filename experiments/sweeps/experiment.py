@@ -6,12 +6,15 @@ final record yet, the report and the exit code.
 
 import inspect
 import shlex
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import configurator
 from common.errors import ConfigError, main_error
 from configurator import Whole
+from evaluation.tasks import table
+from experiments.pages import human
 from experiments.records import check_packages
 from experiments.sweeps import runner
 from runtime.records import is_finished
@@ -57,6 +60,8 @@ class Experiment:
     settings = {}  # {command: dataclass}, or one dataclass
     program = "train.py"  # what runs a cell
     name = ""  # of its folder in out/, by its settings
+    columns = ()  # of the plan's table: what of a cell's place tells kinds of runs apart
+    estimated = ""  # what is to say about the hours that it takes
     per_gpu = nproc = 1  # cells on a GPU, processes of a cell
     sets = ()  # settings that it gives each run, which a command may not
     see = ""  # the settings for them
@@ -141,8 +146,19 @@ class Experiment:
             say_written(self.report(self.folder))
 
     def say_plan(self, cells, jobs, where):
-        """Print what would run; jobs: at a time, 0: all."""
-        print(f"{len(cells)} runs on {where}, {jobs or 'all'} at a time")
+        """Print the plan: how many runs of each kind, and how long all take; jobs: at a time, 0: all."""
+        kinds = Counter(tuple(c.at[key] for key in self.columns) for c in cells)
+        rows = [[*self.columns, "runs"]]
+        for kind, runs in kinds.items():
+            rows.append([value if isinstance(value, str) else human(value, 4) for value in (*kind, runs)])
+        print(table(rows))
+        flops = sum(c.at.get("flops", 0) for c in cells)
+        work = f", {flops:.2g} FLOPs" if flops else ""
+        each = f" by {self.nproc} processes each" if self.nproc > 1 else ""
+        print(f"{len(cells)} runs{work} on {where}, {jobs or 'all'} at a time{each}")
+        seconds = sum(c.seconds for c in cells)
+        if seconds and "CPU" in where:
+            print(f"about {runner.hours(seconds / jobs)}{self.estimated}")
 
     def say_commands(self, cells):
         """Print the command that the sweep would begin with, of the cells that are not finished."""

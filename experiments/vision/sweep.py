@@ -46,7 +46,7 @@ def cells_of(config, seeds, extra=()):
                     f"--seed={seed}", *extra]
             c = load([file, *argv[1:]])
             at = {key: getattr(c, key) for key in KINDS["images"].place}
-            cells.append(Cell(f"{c.model}_{way}_{c.n_layer}layers_seed{seed}", argv, at, 20.0 * c.n_layer))
+            cells.append(Cell(f"{c.model}_{way}_{c.n_layer}layers_seed{seed}", argv, at, 96.0 * c.n_layer))
     return cells
 
 
@@ -94,6 +94,7 @@ class ImageSweep(Experiment):
     settings = {"run": ImageRun, "report": Report}
     program = "experiments/vision/classify.py"
     name = "vision_{config}"
+    columns = ("model", "directions", "n_layer")
     sets = ("model", "directions", "n_layer", "seed", "out_dir", "resume")
     see = "--config, --seeds, --out"
 
