@@ -390,5 +390,6 @@ def test_the_plan_of_a_preset(preset):
     (["run", "--preset=gpu", "--save"], "results/x.json")])
 def test_records_go_to_results_only_where_that_is_asked_for(argv, file, monkeypatch, tmp_path):
     monkeypatch.setattr("bench.measure.ROOT", tmp_path)
+    monkeypatch.setattr("bench.measure.code_version", lambda: {"uncommitted_changes": None})
     monkeypatch.chdir(tmp_path)
     assert ex.record_file(ex.Extrapolation(argv).args, "x") == tmp_path / file
