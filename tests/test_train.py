@@ -638,7 +638,9 @@ def test_an_edit_while_a_run_starts_is_seen(tmp_path, monkeypatch, capsys):
 
 WATCHED = """
 import json, os, pathlib, runpy, sys
-from runtime import records
+from runtime import records, telemetry
+
+telemetry.draw_loss = lambda folder: None
 
 def watched(identity=records.code_identity):
     result = identity()
