@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 
 from common.errors import ConfigError
 from experiments import sweep
+from experiments.recall import mqar
 from experiments.records import KINDS
 from experiments.sweeps import engines, runner
 from experiments.sweeps.runner import Cell
@@ -101,6 +102,16 @@ def test_how_many_cells_run_beside_each_other(monkeypatch, jobs, nproc, gpus, pe
     args = SimpleNamespace(jobs=jobs, cluster="", cluster_args="")
     where = f"{gpus} GPU(s)" if gpus else "6 CPU core(s)"
     assert runner.placement(args, nproc, per_gpu) == (at_a_time, list(range(gpus)), where)
+
+
+@pytest.mark.parametrize("main, line, words", [
+    (mqar.main, "run --mixers=gla --Ts=64", "on 2 GPU(s), 8 at a time\n"),
+    (sweep.main, "gpu longhorn --sizes=3.5M", "on 2 GPU(s), 8 at a time\n"),
+    (sweep.main, "paper longhorn --sizes=120M", "on 2 GPU(s), 1 at a time by 2 processes each\n"),
+    (sweep.main, "paper longhorn --sizes=120M --nproc=1 --jobs=3", "3 at a time\n")])
+def test_an_experiment_says_how_many_cells_share_the_gpus(monkeypatch, capsys, main, line, words):
+    monkeypatch.setattr(runner, "visible_gpus", lambda: [0, 1])
+    assert main([*line.split(), "--dry-run"]) == 0 and words in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("seconds, words", [(599, "599 s"), (600, "10 min"), (5970, "100 min"), (6000, "1.7 h"),
