@@ -5,7 +5,8 @@
 
 A start is a function that fills a tensor in place. `draw` gives each parameter a random stream of its own, seeded by
 its name, so an edit of one parameter leaves all others as they were, and two versions of a model differ only where they
-were edited. An nn.Linear or nn.Parameter without a start keeps its values.
+were edited. What has a start is NaN until then; what a constructor writes there would be lost, and is refused. An
+nn.Linear or nn.Parameter without a start keeps its values.
 """
 
 import math
@@ -14,6 +15,8 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+UNDRAWN = -0x600000  # bits of a NaN that change with any arithmetic, even p.data.mul_(0.5)
+
 
 def linear(n_in, n_out, start=None, bias=None, parts=None):
     """An nn.Linear(n_in, n_out). start, bias: starts of its weight and bias; bias None: no bias.
@@ -21,15 +24,22 @@ def linear(n_in, n_out, start=None, bias=None, parts=None):
     parts: the rows of each map, if several are fused in one matrix (Muon treats each by itself); None: one map.
     """
     module = nn.Linear(n_in, n_out, bias=bias is not None)
-    module.weight.start, module.parts = start, parts
+    module.parts = parts
+    if start is not None:
+        to_draw(module.weight, start)
     if bias is not None:
-        module.bias.start = bias
+        to_draw(module.bias, bias)
     return module
 
 
 def parameter(*shape, start):
-    """An nn.Parameter of this shape, uninitialised until `draw`."""
-    p = nn.Parameter(torch.empty(shape))
+    """An nn.Parameter of this shape."""
+    return to_draw(nn.Parameter(torch.empty(shape)), start)
+
+
+def to_draw(p, start):
+    """The parameter p, which is NaN until `draw`."""
+    p.data.view(torch.int32).fill_(UNDRAWN)
     p.start = start
     return p
 
@@ -43,18 +53,31 @@ def seed_device(tensor, seed):
 @torch.no_grad()
 def draw(model, seed):
     """Fill every parameter that has a start, each from the stream of (seed, name). seed: a tensor () of int64; on the
-    meta device nothing is drawn."""
+    meta device nothing is drawn. Raises ValueError if one has been written to."""
     if seed.is_meta:
         return
     before = torch.get_rng_state()
     for name, p in model.named_parameters():
         start = getattr(p, "start", None)
         if start is not None:
+            if (p.view(torch.int32) != UNDRAWN).any():
+                raise ValueError(f"{place(model, name)} has been written to, and has a start that is drawn afterwards: "
+                                 "write start=..., or drop one of the two")
             stream = int(np.random.SeedSequence([seed.item(), *name.encode()]).generate_state(1)[0])
             seed_device(p, stream)
             start(p)
             del p.start  # it may keep a tensor alive
     torch.set_rng_state(before)
+
+
+def place(model, name):
+    """'GLA.out_proj.weight': the innermost class that is not PyTorch's, and the parameter in it."""
+    path = name.split(".")
+    for i in reversed(range(len(path))):
+        module = type(model.get_submodule(".".join(path[:i])))
+        if not module.__module__.startswith("torch."):
+            break
+    return ".".join([module.__name__, *path[i:]])
 
 
 # -------------------------------------------------------------------------------------------------------------- starts

@@ -43,6 +43,7 @@ from initialisation import (
     normal,
     parameter,
     step_size,
+    to_draw,
     to_residual,
     uniform,
     values,
@@ -467,7 +468,7 @@ class LM(nn.Module):
         # import a second's worth of modules.
         seed = torch.empty((), dtype=torch.int64).random_(2**31)
         self.embed = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd), freeze=False)
-        self.embed.weight.start = normal(0.02)
+        to_draw(self.embed.weight, normal(0.02))
         self.layers = nn.ModuleList(self.build_layers(config))
         first, last = config.families[0], config.families[-1]  # their norms stand before and after all layers
         self.embed_norm = norm_of(first)(config) if first in EMBEDDING_NORMS else nn.Identity()

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from initialisation import normal
+from initialisation import normal, to_draw
 from kernels.linear_attention import gated_linear_attention
 from mixers import Retention, RetNetGLU, RWKVChannelMix, RWKVTimeMix
 from model import FAMILIES, GLA, NORMS, POSITIONS, RMSNorm, SwiGLU
@@ -35,7 +35,7 @@ class LearnedPositions(nn.Embedding):
 
     def __init__(self, config):
         super().__init__(config.block_size, config.n_embd)
-        self.weight.start = normal(0.02)
+        to_draw(self.weight, normal(0.02))
 
     def forward(self, T, state=None):
         """Raises ValueError beyond block_size."""

@@ -484,6 +484,46 @@ def test_an_edit_leaves_the_draws_of_all_other_parameters():
     assert torch.equal(a["embed.weight"], drawn["embed.weight"]) and not torch.equal(b.embed.weight, a["embed.weight"])
 
 
+class Written(model.GLA):
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.write()
+
+
+WRITES = {  # what a constructor does: the parameter that it writes to
+    "out_proj.weight": lambda m: nn.init.zeros_(m.out_proj.weight),
+    "v.weight": lambda m: nn.init.trunc_normal_(m.v.weight, std=0.1),
+    "qk.weight": lambda m: m.apply(lambda part: isinstance(part, nn.Linear) and nn.init.normal_(part.weight)),
+    "gate.bias": lambda m: m.gate.bias.data[3:].fill_(-2.0),
+    "gate.weight": lambda m: m.gate.weight.data.mul_(0.5),
+    "forget2.bias": lambda m: setattr(m.forget2.bias, "data", torch.zeros(16)),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_where_a_start_is_drawn_is_refused(name, monkeypatch):
+    monkeypatch.setitem(FAMILIES, "written", [Written])
+    monkeypatch.setattr(Written, "write", WRITES[name], raising=False)
+    with pytest.raises(ValueError, match=rf"^Written\.{name} .*: write start=\.\.\., or drop one of the two$"):
+        LM(config("written"))
+
+
+def test_the_embedding_is_nan_until_it_is_drawn_and_what_has_no_start_keeps_its_values(monkeypatch):
+    def build_layers(self, config):
+        assert self.embed.weight.isnan().all()
+        self.embed.weight.data.zero_()
+        return []
+
+    monkeypatch.setattr(LM, "build_layers", build_layers)
+    with pytest.raises(ValueError, match=r"^LM\.embed\.weight "):
+        LM(config("gla"))
+    monkeypatch.undo()
+    monkeypatch.setitem(FAMILIES, "written", [Written])
+    ones = nn.Parameter(torch.ones(32, 32))
+    monkeypatch.setattr(Written, "write", lambda m: setattr(m.v, "weight", ones), raising=False)
+    assert (LM(config("written")).layers[0].branches[0].mixer.v.weight == 1).all()
+
+
 def test_logarithms_start_above_minus_infinity():
     p = torch.empty(5)
     parameters.log_uniform(0.0, 1e-9)(p)
