@@ -71,13 +71,10 @@ def draw(model, seed):
 
 
 def place(model, name):
-    """'GLA.out_proj.weight': the innermost class that is not PyTorch's, and the parameter in it."""
-    path = name.split(".")
-    for i in reversed(range(len(path))):
-        module = type(model.get_submodule(".".join(path[:i])))
-        if not module.__module__.startswith("torch."):
-            break
-    return ".".join([module.__name__, *path[i:]])
+    """'GLA.out_proj.weight': of the mixer that has the parameter, or of the model."""
+    branch, _, inner = name.rpartition(".mixer.")
+    module = model.get_submodule(f"{branch}.mixer") if branch else model
+    return f"{type(module).__name__}.{inner}"
 
 
 # -------------------------------------------------------------------------------------------------------------- starts

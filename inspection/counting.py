@@ -48,12 +48,12 @@ FLOPS = {
     "wkv4": lambda m, T, S: 23 * m.decay.numel(),
     # per state: k S (2), S += (2), q S (2); per value: the error and beta (2)
     "delta_rule": lambda m, T, S: 6 * S + 2 * m.H * m.n_v,
-    "gated_delta_rule": lambda m, T, S: 7 * S + 2 * m.H * m.n_v,  # and a S
-    "kda": lambda m, T, S: 7 * S + 2 * m.H * m.n_v,  # and diag(a) S
+    "gated_delta_rule": lambda m, T, S: 7 * S + 2 * m.H * m.n_v,  # and a S; or diag(a) S in KDA
     # per number in H: a H (1), k^T k added (2), 30 solver steps of p H (60); per number in U: 1, 2, and x U (2); per
     # channel of k: 10 in each solver step
     "mesa": lambda m, T, S: m.H * m.n * (63 * m.n + 300) + 5 * S,
 }
+FLOPS["kda"] = FLOPS["gated_delta_rule"]
 
 
 def mixing_flops(mixer, T):
@@ -82,16 +82,20 @@ def initial_tensors(mixer):
 
 
 def averages(model):
-    """Names of the parameters and modules that hold an average of a model's weights: an AveragedModel, or a frozen copy
-    of the model or of one of its modules."""
-    def shapes(module, trained):
-        return [(name, p.shape) for name, p in module.named_parameters() if p.requires_grad == trained]
+    """The modules and parameters that hold an average of a model's weights: in an AveragedModel, or in a frozen copy of
+    the model or of one of its modules."""
+    trained = list(filter(None, [shapes(module, True) for module in (model, *model.children())]))
+    holders = [m for m in model.modules() if isinstance(m, AveragedModel)]
+    holders += [m for m in model.children() if shapes(m, False) in trained]
+    held = set()
+    for holder in holders:
+        held.update(holder.modules(), holder.parameters())
+    return held
 
-    trained = [shapes(module, True) for module in (model, *model.children())]
-    holders = [name for name, m in model.named_modules() if isinstance(m, AveragedModel)]
-    holders += [name for name, m in model.named_children() if shapes(m, False) in trained and shapes(m, False)]
-    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
-    return {name for name in names if any(f"{name}.".startswith(f"{holder}.") for holder in holders)}
+
+def shapes(module, trained):
+    """[(name, shape)] of its parameters that are trained, or not."""
+    return [(name, p.shape) for name, p in module.named_parameters() if p.requires_grad == trained]
 
 
 def forward_flops(modules, T):
@@ -114,7 +118,7 @@ def flops_per_token(model, T=None):
     else:
         left_out, embed = averages(model), getattr(getattr(model, "embed", None), "weight", torch.empty(0))
         untied = any(isinstance(m, nn.Linear) and m.weight.shape == embed.shape for m in model.children())
-        running = [m for name, m in model.named_modules(remove_duplicate=False) if name not in left_out]
+        running = [m for _, m in model.named_modules(remove_duplicate=False) if m not in left_out]
         forward = forward_flops(running, T) + (0 if untied else 2 * embed.numel())
     return {"forward": forward, "backward": 2 * forward, "total": 3 * forward}
 
@@ -124,16 +128,17 @@ def parameter_count(model):
     total. A model's `rest` is the name of all that is not of mixers, norms and positions."""
     averaged, counted = averages(model), set()
 
-    def count(module):
-        new = {} if module is None else {id(p): p.numel() for p in module.parameters() if id(p) not in counted}
+    def count(*modules):
+        new = {p for module in modules for p in module.parameters()} - counted
         counted.update(new)
-        return sum(new.values())
+        return sum(p.numel() for p in new)
 
-    total = sum(p.numel() for name, p in model.named_parameters() if name not in averaged)
+    total = sum(p.numel() for p in model.parameters() if p not in averaged)
     if not hasattr(model, "branches"):
         return {"total": total}
-    parts = {"norms": count(model.norm) + count(model.embed_norm)}
-    parts |= {"positions": count(model.positions)} if model.positions is not None else {}
+    parts = {"norms": count(model.norm, model.embed_norm)}
+    if model.positions is not None:
+        parts["positions"] = count(model.positions)
     for branch in running_branches(model):
         name = type(branch.mixer).__name__
         parts[name] = parts.get(name, 0) + count(branch.mixer)
@@ -149,8 +154,12 @@ def parameter_count(model):
 def running_branches(model):
     """A model's branches in every place where they stand, without those of an average of weights; [] if it is not an
     LM."""
-    left_out, branches = averages(model), {b for _, b in model.branches()} if hasattr(model, "branches") else ()
-    return [m for name, m in model.named_modules(remove_duplicate=False) if m in branches and name not in left_out]
+    left_out = averages(model)
+    running = []
+    for _, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Branch) and module not in left_out:
+            running.append(module)
+    return running
 
 
 def state_size(model, T=None):

@@ -29,8 +29,21 @@ import torch
 import torch.nn.functional as F
 
 from common.errors import ConfigError
-from inspection.toys import CUTS, DOCUMENTS, IN_ONE, SHORT, constants, document_starts, original, pair_of, repeated
+from inspection.toys import (
+    CUTS,
+    DOCUMENTS,
+    IN_ONE,
+    batch_of,
+    constants,
+    is_packed,
+    original,
+    repeated,
+    short,
+    sizes_to_try,
+    toy_of,
+)
 from kernels import build, choose, ops
+from model import tensors_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SCANS = ("longhorn_scan", "selective_scan")
@@ -41,11 +54,19 @@ NAN = 1e30  # in place of what is no number
 ROUNDING = 3  # how often the plain operators' own error in 16 bits may be reached
 
 
-# --------------------------------------------------------------------------------- what a side computes: (model, x, y)
+# --------------------------------------------------------------- what a side computes: (model, x, y) -> {name: tensor}
+
+LOSS = "the loss"
+LOGITS = "the logits"
+EARLY = "the logits before the last token"
+LAST = "the logits of the last token"
+ENDS = "the logits where pieces end"
+OTHERS = "the logits of the other rows"
+
 
 def loss_alone(model, x, y):
-    """The loss as training computes it."""
-    return model(x, y, loss_only=True)[1]
+    """The loss as training and evaluation compute it."""
+    return {LOSS: model(x, y, loss_only=True)[1]}
 
 
 def loss_alone_again(model, x, y):
@@ -72,79 +93,93 @@ def loss_alone_compiled(model, x, y):
             del layer.forward
 
 
-def loss_of_logits(model, x, y):
-    return model(x, y)[1]
+def both(model, x, y):
+    logits, loss = model(x, y)
+    return {LOGITS: logits, LOSS: loss}
 
 
-def loss_of_whole(model, x, y):
-    """The plain loss of the logits without targets: whatever loss is trained on, sampling follows these."""
-    return F.cross_entropy(logits(model, x, y).flatten(0, 1), y.flatten())
+def whole(model, x, y):
+    """Logits without targets, and the parts of them that other sides compute alone."""
+    logits = model(x)[0]
+    ends = [piece[:, -1:] for piece in logits.tensor_split(CUTS, 1)]
+    return scored(logits, y) | {OTHERS: logits[1:], EARLY: logits[:, :-1], LAST: ends[-1], ENDS: torch.cat(ends, 1)}
 
 
-def loss_through_state(model, x, y):
-    return F.cross_entropy(logits_through_state(model, x, y).flatten(0, 1), y.flatten())
+def scored(logits, y):
+    """Logits and their plain loss: whatever loss is trained on, sampling follows these."""
+    values = {LOGITS: logits}
+    if y.shape == logits.shape[:-1]:
+        values[LOSS] = F.cross_entropy(logits.flatten(0, -2), y.flatten(), ignore_index=-1)
+    return values
 
 
-def logits(model, x, y):
-    return model(x)[0]
+def after_another_row(model, x, y):
+    """Logits of the other rows if the first one is another, and then of all rows as they are."""
+    other = x.clone()
+    other[0] = x[-1]
+    return {OTHERS: model(other)[0][1:], LOGITS: model(x)[0]}
 
 
-def logits_the_second_time(model, x, y):
-    model(x)
-    return model(x)[0]
-
-
-def logits_beside_a_loss(model, x, y):
-    return model(x, y)[0]
-
-
-def logits_with_another_end(model, x, y):
-    """Of x, but for the last token those that they are if it is another."""
-    other, end = x.clone(), model(x)[0][:, -1:]
+def with_another_end(model, x, y):
+    other = x.clone()
     other[:, -1] = (x[:, -1] + 1) % model.config.vocab_size
-    return torch.cat([model(other)[0][:, :-1], end], 1)
+    return {EARLY: model(other)[0][:, :-1]}
 
 
-def logits_of_the_end_alone(model, x, y):
-    return torch.cat([model(x)[0][:, :-1], model(x, last_only=True)[0]], 1)
+def with_last_only(model, x, y):
+    return {LAST: model(x, last_only=True)[0]}
 
 
-def logits_of_each_document(model, x, y):
+def each_document(model, x, y):
+    parts = []
     model.config.documents = "join"
-    parts = [model(document)[0] for document in x.split(DOCUMENTS, 1)]
+    for row, lengths in zip(x.split(1), DOCUMENTS, strict=True):
+        for document in row.split(lengths, 1):
+            parts.append(model(document)[0])
     model.config.documents = "pack"
-    return torch.cat(parts, 1)
+    return {LOGITS: torch.cat(parts, 1).unflatten(1, x.shape)[0]}
 
 
-def logits_through_state(model, x, y, **last_only):
-    """Of the tokens in the pieces of CUTS."""
+def through_state(model, x, y):
+    return scored(in_pieces(model, x, CUTS[1:]), y)
+
+
+def as_sampled(model, x, y):
+    return {ENDS: in_pieces(model, x, CUTS, last_only=True)}
+
+
+def in_pieces(model, x, cuts, **last_only):
+    """Logits of x; or of the last token of each piece, and then two of the states are also continued otherwise."""
+    if len(x) > 1 and is_packed(model) and any(0 in a.shape for a in tensors_of(model.initial_state(1))):
+        # a cache that grows has one length for all rows: no row of it can be emptied
+        return torch.cat([in_pieces(model, row, cuts, **last_only) for row in x.split(1)])
     state, parts = model.initial_state(len(x)), []
-    for part in x.split(CUTS, 1):
-        logits, _, state = model(part, state=state, **last_only)
+    for i, part in enumerate(x.tensor_split(cuts, 1)):
+        if last_only and i == 1:
+            continue_otherwise(model, part, state)
+        logits, _, after = model(part, state=state, **last_only)
+        if last_only and i == 2:
+            continue_otherwise(model, part, state)
         parts.append(logits)
+        state = after
     return torch.cat(parts, 1)
 
 
-def logits_as_sampled(model, x, y):
-    return logits_through_state(model, x, y, last_only=True)
-
-
-def logits_where_pieces_end(model, x, y):
-    return model(x)[0][:, torch.tensor(CUTS).cumsum(0) - 1]
+def continue_otherwise(model, part, state):
+    model.heard = False
+    model((part[:, :1] + 1) % model.config.vocab_size, state=state)
+    model.heard = True
 
 
 def squares_of_scans(model, x, y):
     """Of what one mixer of each class with a scan makes of five of its chunks: these are compiled."""
     rows, squares = torch.randn(1, 4 * build.CHUNK + 8, model.config.n_embd, device=x.device), 0.0
     mixers = {type(b.mixer): b.mixer for _, b in model.branches() if getattr(b.mixer, "operator", None) in SCANS}
-    with ops.documents(document_starts(rows) if is_packed(model) else None):
+    starts = torch.arange(rows.shape[1], device=x.device)[None] % 57 == 3
+    with ops.documents(starts if is_packed(model) else None):
         for mixer in mixers.values():
             squares = squares + output(mixer(rows)).square().sum()
-    return squares
-
-
-def is_packed(model):
-    return getattr(model.config, "documents", "join") == "pack"
+    return {LOSS: squares}
 
 
 def output(out):
@@ -179,13 +214,16 @@ LOSSES = Kind("the loss alone and from logits", ", the loss alone and the loss f
 OPERATORS = Kind("{kernels} and plain operators", " with --backend={backend} and with --backend=torch",
                  "edit both, or train with --backend=torch, which runs plain PyTorch everywhere")
 STATES = Kind("whole sequences and states", " over the whole sequence and through the state",
-              "edit both paths, or what is sampled is not what was trained")
+              "edit both paths, or what is sampled is not what was trained; for positions, count the tokens in the "
+              "state, as CountingTimeMix of families/released.py does")
 AHEAD = Kind("", " before two different last tokens", f"it sees later tokens: mix earlier tokens only, or {OFF}", LEAST,
              0)
+ROWS = Kind("", " beside two different rows", f"it mixes rows of a batch: compute each row by itself, or {OFF}", LEAST,
+            0)
+SCORED = Kind("", " in eval mode, its loss and the cross-entropy of its logits,", "add terms and factors only if "
+              "self.training, or what is reported cannot be compared", LEAST, 0)
 DOCUMENT = Kind("documents", " over packed documents and over each document alone",
                 "start each document empty, as token_shift of mixers.py does, or use --documents=join")
-POSITIONS = "; if positions are added, count the tokens in the state, as CountingTimeMix of families/released.py does"
-
 
 class Side(NamedTuple):
     run: object  # one of the functions above
@@ -201,44 +239,55 @@ class Row(NamedTuple):
     one: Side
     other: Side
     needs: str = ""  # what the check must have, see Check.what_it_has
+    only: str = ""  # the name that is compared; else all that both sides have
     usual: tuple = ()  # two sides, whose difference is the usual one; else it is the rounding of float32
 
 
+STARTS = Side(loss_alone, "train")
 TRAINS = Side(loss_alone, graded=True)
-PLAIN = Side(loss_of_logits, graded=True, plain=True)
-OTHER = Side(loss_of_logits, "other")
+LOGGED = Side(both, graded=True)
+PLAIN = LOGGED._replace(plain=True)
+OTHER = Side(both, "other")
 SCANNED = Side(squares_of_scans, graded=True)
-EVALUATES = Side(logits, "eval")
-BESIDE = Side(logits_beside_a_loss, "eval")
-ROUNDED = Side(logits, "eval", rounded=True, one_row=True)
+EVALUATES = Side(whole, "eval")
+BESIDE = Side(both, "eval")
+AFTER = Side(after_another_row, "eval")
+IN_EVAL = Side(loss_alone, "eval")
+IN_TRAINING = Side(whole, "train")
+ROUNDED = Side(whole, "eval", rounded=True, one_row=True)
 ROUNDED_LOSS = ROUNDED._replace(run=loss_alone, graded=True)
-EXACT_LOSS = ROUNDED_LOSS._replace(plain=True, rounded=False)
+ROUNDED_PLAIN = ROUNDED._replace(run=both, graded=True, plain=True)
+EXACT = ROUNDED_PLAIN._replace(rounded=False)
 TABLE = (
-    Row(ALWAYS_RANDOM, EVALUATES, Side(logits_the_second_time, "eval")),
-    Row(RANDOM, Side(loss_alone, "train"), Side(loss_alone_again, "train")),
+    Row(ALWAYS_RANDOM, EVALUATES, AFTER, only=LOGITS),
+    Row(RANDOM, STARTS, Side(loss_alone_again, "train")),
     Row(GRADED, Side(loss_alone), TRAINS),
     Row(COMPILED, Side(loss_alone_compiled, graded=True), TRAINS, "compiled"),
-    Row(LOSSES, Side(loss_of_logits, graded=True), TRAINS, "kernels"),
+    Row(LOSSES, LOGGED, TRAINS, "kernels"),
     Row(LOSSES, Side(loss_alone_in_plain), TRAINS, "kernels"),
     Row(OPERATORS, PLAIN, TRAINS, "kernels"),
     Row(LOSSES, OTHER, Side(loss_alone, "other"), "kernels"),
     Row(OPERATORS, OTHER._replace(plain=True), OTHER, "kernels random"),
     Row(OPERATORS, SCANNED._replace(plain=True), SCANNED, "kernels scans"),
-    Row(MODES, EVALUATES, Side(logits, "train"), "steady"),
-    Row(STATES._replace(words="", how=" with and without targets", least=LEAST), BESIDE, EVALUATES, "all_logits"),
-    Row(AHEAD, Side(logits_with_another_end, "eval"), EVALUATES, "tokens"),
-    Row(STATES._replace(how=" with and without last_only"), Side(logits_of_the_end_alone, "eval"), EVALUATES,
-        "last_only"),
-    Row(DOCUMENT, EVALUATES, Side(logits_of_each_document, "eval"), "packed"),
-    Row(STATES, Side(logits_as_sampled, "eval"), Side(logits_where_pieces_end, "eval"), "state last_only"),
-    Row(STATES, Side(loss_through_state, "eval", graded=True), Side(loss_of_whole, "eval", graded=True), "state"),
+    Row(MODES, BESIDE, Side(both, "train"), "steady", LOGITS),
+    Row(STATES._replace(words="", how=" with and without targets", least=LEAST), BESIDE, EVALUATES, "all_logits",
+        LOGITS),
+    Row(SCORED, IN_EVAL, EVALUATES, "tokens", LOSS),
+    Row(AHEAD, Side(with_another_end, "eval"), EVALUATES, "tokens"),
+    Row(ROWS, AFTER, EVALUATES, only=OTHERS),
+    Row(AHEAD, Side(with_another_end, "train"), IN_TRAINING, "random tokens"),
+    Row(ROWS, AFTER._replace(mode="train"), IN_TRAINING, "random", OTHERS),
+    Row(STATES._replace(how=" with and without last_only"), Side(with_last_only, "eval"), EVALUATES, "last_only"),
+    Row(DOCUMENT, EVALUATES, Side(each_document, "eval"), "packed"),
+    Row(STATES, Side(as_sampled, "eval"), EVALUATES, "state last_only"),
+    Row(STATES, Side(through_state, "eval", graded=True), EVALUATES._replace(graded=True), "state"),
 )
 IN_16_BITS = (
-    Row(OPERATORS._replace(least=LEAST, factor=ROUNDING), ROUNDED_LOSS, EXACT_LOSS, "",
-        (ROUNDED_LOSS._replace(plain=True), EXACT_LOSS)),
-    Row(LOSSES._replace(least=1e-4, factor=0), ROUNDED._replace(run=loss_of_logits), ROUNDED._replace(run=loss_alone)),
-    Row(STATES._replace(factor=ROUNDING), ROUNDED._replace(run=logits_through_state), ROUNDED, "state",
-        (ROUNDED._replace(plain=True), ROUNDED._replace(plain=True, rounded=False))),
+    Row(OPERATORS._replace(least=LEAST, factor=ROUNDING), ROUNDED_LOSS, EXACT, usual=(ROUNDED_PLAIN, EXACT)),
+    Row(LOSSES._replace(least=1e-4, factor=0), ROUNDED, ROUNDED._replace(run=loss_alone)),
+    Row(OPERATORS._replace(least=LEAST, factor=ROUNDING), ROUNDED_PLAIN, EXACT, usual=(ROUNDED_LOSS, EXACT)),
+    Row(STATES._replace(factor=ROUNDING), ROUNDED._replace(run=through_state), ROUNDED, "state", LOGITS,
+        (ROUNDED_PLAIN, EXACT)),
 )
 
 
@@ -257,7 +306,7 @@ def self_check(model, dtype=torch.float32, compiled=False):
     way_out = (f"define toy(self, backend) in {type(model).__name__}, returning a model of sizes that run, as Recall "
                "of experiments/recall/models.py does")
     torch.set_float32_matmul_precision("highest")
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), constants(SHORT):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), constants(short(is_packed(model))):
         try:
             with choose.without_libraries() if in_16_bits else contextlib.nullcontext():
                 check = Check(model, device, dtype, compiled)
@@ -277,11 +326,11 @@ def self_check(model, dtype=torch.float32, compiled=False):
 
 class Gap(NamedTuple):
     """How far two sides are apart in one tensor."""
-    excess: float  # a multiple of what is allowed
-    error: float
-    usual: float
-    allowed: float
-    name: str
+    excess: float = 0.0  # a multiple of what is allowed
+    error: float = 0.0
+    usual: float = 0.0
+    allowed: float = 0.0
+    name: str = ""
 
 
 class Check:
@@ -289,9 +338,9 @@ class Check:
 
     def __init__(self, model, device, dtype, compiled):
         self.device, self.dtype, self.backend = device, dtype, model.config.backend
-        self.value = functools.cache(self.measured)
-        self.toy, self.plain, self.batch = pair_of(model, device)
-        self.varies = self.draws_in_training()
+        self.known = {}  # {side: its values}
+        self.build(model)
+        self.varies = bool(self.drew)  # draws random numbers or changes buffers in training mode
         toy, mixers = self.toy, [branch.mixer for _, branch in self.toy.branches()]
         tokens = not hasattr(toy, "toy_batch")
         has = {  # what a row may need
@@ -304,80 +353,96 @@ class Check:
             "tokens": tokens,
             "packed": tokens and is_packed(toy),
             "last_only": tokens and "last_only" in inspect.signature(toy.forward).parameters,
-            "all_logits": self.value(BESIDE)["the logits"].shape == self.value(EVALUATES)["the logits"].shape,
+            "all_logits": self.value(BESIDE)[LOGITS].shape == self.value(EVALUATES)[LOGITS].shape,
         }
         self.has = {name for name, true in has.items() if true}
         native = "native" if choose.unavailable(device.type) is None else "the fastest"
-        self.words = {"kernels": self.backend or native, "backend": self.backend or "(empty)"}
+        self.words = {"kernels": self.backend or native, "backend": self.backend or "(empty)",
+                      "dtype": str(dtype).removeprefix("torch.")}
 
-    @torch.no_grad()
-    def draws_in_training(self):
-        """Whether the toy draws random numbers or changes buffers in training mode."""
-        def state():
-            on_gpu = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
-            return [torch.get_rng_state(), *on_gpu, *(buffer.clone() for buffer in self.toy.buffers())]
-
-        with repeated(self.toy.train()):
-            before = state()
-            loss_alone(self.toy, *self.batch)
-            return any(not torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+    def build(self, model):
+        """The toy, the same toy with plain operators, and inputs, at the first sizes that run. Raises the first error
+        if none do."""
+        errors = []
+        for sizes in sizes_to_try(model):
+            try:
+                self.toy = self.plain = toy_of(model, self.device, self.backend, **sizes)
+                if self.backend != "torch":
+                    self.plain = toy_of(model, self.device, "torch", **sizes)
+                self.batch = [a.to(self.device) for a in batch_of(self.toy)]
+                return self.value(STARTS)
+            except Exception as error:  # such as a width that its heads do not divide
+                errors.append(error)
+        raise errors[0]
 
     def in_float32(self):
         """A line on what agreed. Raises ConfigError for the first row of TABLE whose sides differ."""
         self.refuse_nan()
-        agreed, worst = {}, Gap(0, 0, 0, 0, "")
+        agreed, worst = {}, Gap()
         for row in TABLE:
             if set(row.needs.split()) <= self.has:
                 worst = max(worst, self.compare(row), key=lambda gap: gap.error)
                 agreed[row.kind.words.format(**self.words)] = None
         without = dict.fromkeys(type(b.mixer).__name__ for _, b in self.toy.branches() if not b.has_state)
         left_out = f"; state left out: {', '.join(without)} keeps none" if without else ""
-        return f"{', '.join(filter(None, agreed))} agree to {worst.error:.0e} ({worst.usual:.0e} is usual){left_out}"
+        return f"{', '.join(filter(None, agreed))} agree to {worst.error:.0e} ({worst.allowed:.0e} allowed){left_out}"
 
     def in_16_bits(self):
         """How well the operators agree. Raises ConfigError for the first row of IN_16_BITS whose sides differ."""
         gaps = [self.compare(row) for row in IN_16_BITS if set(row.needs.split()) <= self.has]
         times = gaps[0].error / max(gaps[0].usual, LEAST)
-        return f"; in {self.number()} to {times:.1f} times the plain operators' rounding"
-
-    def number(self):
-        return str(self.dtype).removeprefix("torch.")
+        return f"; in {self.words['dtype']} to {times:.1f} times the plain operators' rounding"
 
     def compare(self, row):
-        gap = max(self.gaps(row, self.value))
+        gap = max(self.gaps(row, self.value), default=Gap())
         if gap.excess > 1:
             self.refuse(row, gap)
         return gap
 
     # ------------------------------------------------------------------------------------------------- what sides are
 
-    def measured(self, side, model=None):
+    def value(self, side):
         """{name: value} of a side's loss or logits and of every parameter's gradient, if it has one."""
+        side = self.resolved(side)
+        if side not in self.known:
+            self.known[side] = self.measured(side)
+        return self.known[side]
+
+    def resolved(self, side):
+        """The same side for all that compute the same."""
+        mode = side.mode
+        if mode in ("either", "other"):
+            mode = "train" if (mode == "either") != self.varies else "eval"
+        return side._replace(mode=mode, plain=side.plain and self.backend != "torch")
+
+    def measured(self, side, model=None):
+        side = self.resolved(side)
         model = model or (self.plain if side.plain else self.toy)
         wide, batch = next(model.parameters()).dtype, self.batch
         if side.one_row:
             batch = [a[:1] for a in batch]
         batch = [a.to(wide) if a.is_floating_point() else a for a in batch]
-        model.train({"train": True, "eval": False, "either": not self.varies, "other": self.varies}[side.mode])
+        model.train(side.mode == "train")
         pieces = IN_ONE if side.plain or side.one_row else {}
-        with constants(pieces), repeated(model), torch.set_grad_enabled(side.graded):
+        with constants(pieces), repeated(model) as self.drew, torch.set_grad_enabled(side.graded):
             with torch.autocast(self.device.type, self.dtype, enabled=side.rounded):
-                out = side.run(model, *batch)
-            values = {"the logits" if out.dim() else "the loss": out}
+                values = side.run(model, *batch)
             if side.graded:
                 named = {f"the gradient of {name}": p for name, p in model.named_parameters() if p.requires_grad}
-                values |= zip(named, torch.autograd.grad(out, list(named.values()), allow_unused=True), strict=True)
-        return {name: exact(a) for name, a in values.items() if a is not None}
+                grads = torch.autograd.grad(values[LOSS], list(named.values()), materialize_grads=True)
+                values |= zip(named, grads, strict=True)
+        return {name: exact(a) for name, a in values.items()}
 
     def gaps(self, row, value):
         """The Gap in each tensor between a row's sides, of value(side) each."""
-        errors, gaps = differences(value(row.one), value(row.other)), []
+        errors, gaps = differences(value(row.one), value(row.other), row.only), []
         if row.usual:  # a tensor of two numbers may be right by chance, and a mistake is a hundred times the rounding
-            usual = root_mean_square(differences(*map(value, row.usual)))
+            usual = root_mean_square(differences(*map(value, row.usual), row.only))
             errors = {max(errors, key=errors.get): root_mean_square(errors)}
         for name, error in errors.items():
             if not row.usual:
-                usual = self.usual.get(branch_of(name), self.usual["typical"]) if row.kind.factor else 0.0
+                asked = row.kind.factor and error > row.kind.least  # it takes time
+                usual = self.usual.get(branch_of(name), self.usual["typical"]) if asked else 0.0
             allowed = max(row.kind.least, row.kind.factor * usual)
             gaps.append(Gap(error / allowed, error, usual, allowed, name))
         return gaps
@@ -387,7 +452,8 @@ class Check:
         """{branch: largest error} of the plain operators in float32 against float64, and the median of all as
         "typical"."""
         try:
-            errors = differences(self.value(PLAIN), self.measured(PLAIN, copy.deepcopy(self.plain).double()))
+            side = TRAINS if self.backend == "torch" else PLAIN
+            errors = differences(self.value(side), self.measured(side, copy.deepcopy(self.plain).double()))
         except Exception:  # code that mixes dtypes, or cannot be copied
             return {"typical": 2e-5}
         usual = {"typical": statistics.median(errors.values())}
@@ -410,11 +476,12 @@ class Check:
                 way_out = f"train with --backend={self.device.type}, which calls no other library"
         else:
             where = self.module(row)
-            if kind.how == STATES.how and where == place(type(toy).forward):
-                way_out += POSITIONS
         if rounded:
-            where = f"in {self.number()} {where}"
-        raise ConfigError(f"self-check: {where}{how} disagree by {gap.error:.0e} in {original(toy, gap.name)} "
+            where = f"in {self.words['dtype']} {where}"
+        by = f"{gap.error:.0e}"
+        if kind is SCORED:
+            by = f"{float(self.value(row.one)[LOSS] - self.value(row.other)[LOSS]):.1e} nats"
+        raise ConfigError(f"self-check: {where}{how} disagree by {by} in {original(toy, gap.name)} "
                           f"({gap.usual:.0e} is usual, {gap.allowed:.0e} allowed): {way_out}")
 
     def operator(self, row, gap):
@@ -439,8 +506,8 @@ class Check:
         one, other, errors, ratios = self.calls(row.one), self.calls(row.other), [0.0], {}
         for name in [name for name in one if name in other]:
             (given, returned), (also_given, returned_then) = one[name], other[name]
-            errors.append(apart(returned, returned_then))
-            ratios[name] = errors[-1] / max(apart(given, also_given), LEAST / 10)
+            errors.append(apart(returned, returned_then, row.kind))
+            ratios[name] = errors[-1] / max(apart(given, also_given, row.kind), LEAST / 10)
         best = max(ratios.values(), default=0.0)
         if best > 10:
             return self.place_of(next(name for name, ratio in ratios.items() if ratio > best / 4))
@@ -453,7 +520,8 @@ class Check:
         calls, hooks = {}, []
 
         def note(name, module, args, out):
-            if torch.is_tensor(output(out)) and not torch.compiler.is_compiling():
+            heard = getattr(self.toy, "heard", True) and not torch.compiler.is_compiling()
+            if heard and torch.is_tensor(output(out)):
                 given, returned = calls.setdefault(name, ([], []))
                 given.append(args[0])
                 returned.append(output(out))
@@ -501,27 +569,28 @@ def exact(a):
     return a.detach().double().cpu().nan_to_num(NAN, NAN, NAN)
 
 
-def differences(got, wanted):
-    """{name: error}, |got - wanted| / |wanted| in the 2-norm, over all names, or the only one of `got`; inf if
-    missing."""
-    floor = 1e-6 * max(float(a.norm()) for a in wanted.values()) + 1e-30  # of gradients that are rounding errors
-    errors = dict.fromkeys({**wanted, **got} if len(got) > 1 else got, math.inf)
-    for name in errors.keys() & got.keys() & wanted.keys():
-        errors[name] = float((got[name] - wanted[name]).norm() / (wanted[name].norm() + floor))
-    return errors
+def differences(got, wanted, only=""):
+    """{name: error}, |got - wanted| / |wanted| in the 2-norm, over the names that both have, or only one of them."""
+    names = [name for name in got if name in wanted and only in (name, "")]
+    floor = 1e-30 + 1e-6 * max([float(wanted[name].norm()) for name in names if name != LOGITS], default=0.0)
+    return {name: float((got[name] - wanted[name]).norm() / (wanted[name].norm() + floor))  # gradients may be rounding
+            for name in names}
 
 
 def root_mean_square(errors):
     return math.hypot(*errors.values()) / math.sqrt(len(errors))
 
 
-def apart(one, other):
-    """How far tensors (B, T, d), in pieces of T or not, are apart; 0 if they cannot be compared."""
+def apart(one, other, kind):
+    """How far tensors (B, T, d), in pieces of T or not, are apart where they should be equal; 0 if they cannot be
+    compared."""
     if one[0].dim() != 3:
         return 0.0
     a, b = exact(torch.cat(one, 1)), exact(torch.cat(other, 1))
     T = min(a.shape[1], b.shape[1])
-    a, b = a[:, -T:-1], b[:, -T:-1]  # but for the last token, which may be another
+    last = slice(-T, -1)  # but for the last token, which may be another
+    part = {ROWS: (slice(1, None), slice(T)), DOCUMENT: (slice(-1, None), last)}.get(kind, (slice(None), last))
+    a, b = a[part], b[part]
     return differences({"": a}, {"": b})[""] if a.shape == b.shape else 0.0
 
 
@@ -537,6 +606,7 @@ def place(function):
 
 def described(error):
     """'IndexError: index 1 is out of range (model.py, line 439)', in the project's own file."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if ROOT in Path(f.filename).parents]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if ROOT in Path(frame.filename).parents and "site-packages" not in frame.filename]
     where = f" ({Path(frames[-1].filename).relative_to(ROOT)}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

@@ -9,14 +9,23 @@ import torch
 from initialisation import seed_device
 from kernels import linear_attention, ops
 
-T = 42  # tokens of a toy
-CUTS = [1, 22, 1, 18]  # lengths of the pieces that are read through the state; the last one outgrows the first cache
-DOCUMENTS = [1, 2, 13, 17, 9]  # lengths of packed documents
-SHORT = {  # constants during the check: T tokens pass through at least five chunks, pieces or blocks of each kind
-    (linear_attention, "CHUNK"): 8, (linear_attention, "GLA_CHUNK"): 8, (ops, "PIECE"): 8,
-    (ops, "WINDOW_QUERIES"): 8, (ops, "LOGITS_AT_ONCE"): {"cpu": 64 * 8, "cuda": 64 * 8}}
+T = {False: 41, True: 23}  # tokens in each of a toy's two rows; True: of packed documents
+CUTS = (1, 12, 13)  # where pieces begin that are read through the state; the last one outgrows the first cache
+DOCUMENTS = ([1, 2, 7, 13], [7, 1, 2, 13])  # lengths of the documents in each row
 IN_ONE = {(ops, "PIECE"): 1024}  # plain loops without recomputation, which imports torch._dynamo: 2 seconds of CPU
 SIZES = dict(n_embd=32, n_head=2, vocab_size=64, mlp_multiple=16, block_size=256, window=8)
+
+
+def short(packed):
+    """Constants during the check: the tokens pass through at least five chunks, pieces or blocks of each kind, and a
+    single target is left over."""
+    size = 4 if packed else 8
+    return {(linear_attention, "CHUNK"): size, (linear_attention, "GLA_CHUNK"): size, (ops, "PIECE"): size,
+            (ops, "WINDOW_QUERIES"): size, (ops, "LOGITS_AT_ONCE"): {"cpu": 64 * 9, "cuda": 64 * 9}}
+
+
+def is_packed(model):
+    return getattr(model.config, "documents", "join") == "pack"
 
 
 @contextlib.contextmanager
@@ -30,24 +39,6 @@ def constants(values):
     finally:
         for key, value in before.items():
             setattr(*key, value)
-
-
-def pair_of(model, device):
-    """(toy, the same toy with plain operators, inputs), at the first sizes that run. Raises the first error if none
-    do."""
-    errors = []
-    for sizes in sizes_to_try(model):
-        try:
-            toy = plain = toy_of(model, device, model.config.backend, **sizes)
-            if model.config.backend != "torch":
-                plain = toy_of(model, device, "torch", **sizes)
-            batch = [a.to(device) for a in batch_of(toy)]
-            with torch.no_grad(), repeated(toy):
-                toy(*batch, loss_only=True)
-            return toy, plain, batch
-        except Exception as error:  # such as a width that its heads do not divide
-            errors.append(error)
-    raise errors[0]
 
 
 def sizes_to_try(model):
@@ -91,6 +82,8 @@ def scattered(toy):
             p.mul_(30)
         elif name != "embed.weight":
             p.add_(torch.randn_like(p) * (0.5 * p.shape[-1] ** -0.5 if p.dim() > 1 else 0.1))
+        if "bias" in name:  # step sizes start below 0
+            p[::2].normal_(0.0, 0.5)
     return toy
 
 
@@ -100,29 +93,42 @@ def original(toy, name):
 
 
 def batch_of(toy):
-    """(x, y) for a toy: its own toy_batch(); or tokens and targets (2, T); or one row of packed documents."""
+    """(x, y) for a toy: its own toy_batch(); or tokens and targets (2, T), packed as DOCUMENTS says. Some targets are
+    -1."""
     if hasattr(toy, "toy_batch"):
         return toy.toy_batch()
-    idx = torch.randperm(2 * T + 2).view(2, T + 1) % toy.config.vocab_size  # all tokens of a small vocabulary
-    if toy.config.documents == "pack":
-        idx = idx[:1].clamp(min=1)
-        idx[0, torch.tensor(DOCUMENTS).cumsum(0) - 1] = toy.config.end_of_text
-    return idx[:, :-1], idx[:, 1:]
-
-
-def document_starts(rows):
-    """(B, T) of rows (B, T, d): True where packed documents of the lengths in DOCUMENTS begin; the last is longer."""
-    starts = torch.zeros(rows.shape[:2], dtype=torch.bool, device=rows.device)
-    starts[:, torch.tensor(DOCUMENTS[:-1]).cumsum(0)] = True
-    return starts
+    packed = is_packed(toy)
+    idx = torch.randperm(2 * T[packed] + 2).view(2, -1) % toy.config.vocab_size  # all tokens of a small vocabulary
+    if packed:
+        idx.clamp_(min=1)
+        for row, lengths in zip(idx, DOCUMENTS, strict=True):
+            row[torch.tensor(lengths).cumsum(0) - 1] = toy.config.end_of_text
+    x, y = idx[:, :-1], idx[:, 1:].clone()
+    y[:, ::7] = -1
+    return x, y
 
 
 @contextlib.contextmanager
 def repeated(model):
-    """In this context the model draws the same random numbers every time; then its buffers are as they were."""
-    seed_device(next(model.parameters()), 1)
-    buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m.named_buffers(recurse=False)]
-    yield
+    """In this context the model draws the same random numbers every time; then its buffers are as they were. Yields a
+    list, which is not empty afterwards if it drew some or changed one."""
+    changed, p = [], next(model.parameters())
+    seed_device(p, 1)
+    random, buffers = random_state(p), [(m, *named, named[1].clone()) for m in model.modules()
+                                        for named in m.named_buffers(recurse=False)]
+    yield changed
+    if not torch.equal(random, random_state(p)):
+        changed.append("random state")
     with torch.no_grad():
         for module, name, buffer, value in buffers:
+            if not torch.equal(buffer, value):
+                changed.append(name)
             setattr(module, name, buffer.copy_(value))
+
+
+def random_state(p):
+    """Of PyTorch, for the CPU and the parameter's device."""
+    states = [torch.get_rng_state()]
+    if p.is_cuda:
+        states.append(torch.cuda.get_rng_state(p.device))
+    return torch.cat(states)
