@@ -25,7 +25,7 @@
 //   -        row, chunk, segment a batch row or a packed sequence; CHUNK steps of it; a part of T (GPU only)
 //
 // Order: arguments, updates, CUDA, CPU. To check a change:
-// python -m pytest tests/test_scan.py tests/test_cuda.py
+// python -m pytest tests/test_conformance.py tests/test_cuda.py
 
 #include "kernels/lanes.h"
 

@@ -46,7 +46,7 @@ BENCHMARKED = [(64, 1024, 1536, 16), (64, 1024, 1536, 64), (2, 32768, 1536, 16),
 TESTED = [(2, 65, 70, 16), (1, 300, 33, 16), (3, 129, 64, 64), (1, 33, 5, 3), (2, 40, 20, 128), (72, 128, 512, 16),
           (72, 40, 512, 64), (1, 3000, 100, 16), (1, 3072, 256, 16), (72, 64, 512, 64), (72, 64, 256, 16),
           (1, 1024, 128, 16)]
-CONV_WIDTHS = (4, 1, 3, 8)  # the models', and tests/test_ops.py's
+CONV_WIDTHS = (4, 1, 3, 8)  # the models', and tests/operators.py's
 # family, B, T, D, N, dtype: as many lanes as channels (many rows) or more (few rows), whole chunks and blocks or a
 # remainder; whole ones with T = 256 are split into segments
 SMALL = [("longhorn", 264, 32, 128, 16, "bfloat16"), ("longhorn", 1, 256, 128, 16, "float32"),

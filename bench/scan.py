@@ -71,7 +71,7 @@ def check(a):
     wrong = [f"{n} (at most {r['tolerance']:.1e})" for n, r in comparisons.items() if not r["right"]]
     if wrong:
         sys.exit(f"bench/scan.py: the native kernels are wrong in {', '.join(wrong)}, so nothing was timed. "
-                 "For details run python -m pytest tests/test_scan.py")
+                 "For details run python -m pytest tests/test_conformance.py")
     return {key: {n: r[key] for n, r in comparisons.items()} for key in ("relative_error", "tolerance")}
 
 

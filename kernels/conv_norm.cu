@@ -4,7 +4,7 @@
 //   RMSNorm       y = x / sqrt(mean(x^2) + eps) * weight                   per row
 //
 // Built like longhorn_scan.cu. Order: arguments, CUDA, CPU. To check a change:
-// python -m pytest tests/test_ops.py tests/test_cuda.py
+// python -m pytest tests/test_conformance.py tests/test_cuda.py
 
 #include "lanes.h"
 

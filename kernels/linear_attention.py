@@ -28,7 +28,7 @@ between every two tokens of a chunk: the difference of two running sums would ca
 
 On a GPU flash-linear-attention's kernels run if installed (`choose.choose`).
 
-    python -m pytest tests/test_linear_attention.py
+    python -m pytest tests/test_conformance.py
 """
 
 import contextlib
@@ -582,7 +582,8 @@ class _Solution(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dx):
-        return _solve(dx, *ctx.saved_tensors), *[None] * (1 + len(ctx.saved_tensors))
+        matrix = ctx.saved_tensors  # read once: a recomputed forward hands them out no second time
+        return _solve(dx, *matrix), *[None] * (1 + len(matrix))
 
 
 @in_full_precision

@@ -10,7 +10,7 @@ memory seventeen times for the norm; the convolution also has a GPU kernel. The 
 order that needs a sixth of the memory; on a GPU torch.compile makes two kernels of them. Code that all operators share
 is here too: checks, documents, loops in pieces.
 
-    python -m pytest tests/test_ops.py
+    python -m pytest tests/test_conformance.py tests/test_ops.py
 """
 
 import contextlib

@@ -20,7 +20,7 @@ another recurrence, edit the loop and run with backend="torch".
     h0, hT      S_0, S_T (B, D, N)  state before the first and after the last step, float32
     cu_seqlens  -        (S + 1,)   boundaries of packed sequences: 0, ..., T; then B is 1, h0 and hT (S, D, N)
 
-    python -m pytest tests/test_scan.py          python bench/scan.py --device=cpu
+    python -m pytest tests/test_conformance.py   python bench/scan.py --device=cpu
 """
 
 import functools

@@ -1,59 +1,160 @@
-"""Inputs, independent results and tolerances for the operators."""
+"""The operators as one list: how to draw their arguments, and a truth in float64, written from the papers' recurrences.
+
+A new operator is a row of OPERATORS; test_conformance.py asks every row the same questions. Also here: the CUDA kernels
+on a CPU, and sources with a mistake.
+"""
 
 import contextlib
 import ctypes
 import functools
+import itertools
 import math
 import os
 import re
 import shutil
 import subprocess
+from collections import namedtuple
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 
 import mixers  # noqa: F401
 from kernels import build, cuda, launch
 from kernels import linear_attention as la
-from kernels.ops import causal_conv1d
-from kernels.scan import longhorn_scan, longhorn_scan_ref, selective_scan, selective_scan_ref
+from kernels.ops import attention, causal_conv1d, conv_state, rms_norm
+from kernels.scan import longhorn_scan, selective_scan
 
-EPS = torch.finfo(torch.float32).eps
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-ROWS, OPTIONAL = ("x", "dt", "k", "q", "z"), ("D", "z", "dt_bias", "h0")
+EPS = torch.finfo(F32).eps
 TINY = 1e-15  # below it a gradient is nothing: at a logit of -88 beta is 1e-38, times k^2 of 1e12 or so
-
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: nothing ran on one")
 
+# A row: `run(backend=, **arguments)` is {"y": the result, name of a state: the state after it}, `true` the same from
+# float64 arguments. draw(T, **sizes): arguments by name, in float64. shapes: sizes to draw, odd ones too. states: the
+# arguments that carry on what came before; optional: the others that may be absent. seen(results): what of them means
+# something. autocast: what it rounds, the "arguments" of all steps, the "result" or nothing. tolerance: in eps.
+# cancels: arguments with all steps whose gradient may be nearly nothing.
+Operator = namedtuple("Operator", "op run true draw shapes states optional seen autocast tolerance cancels",
+                      defaults=((), (), lambda results: results, "", 32, ()))
 
-def by_our_names(f, softplus):
-    """Mamba's scan under the argument names of longhorn_scan."""
-    def scan(x, dt, k, q, A, D=None, z=None, dt_bias=None, h0=None, return_state=False, cu_seqlens=None, **kw):
-        return f(x, dt, A, k, q, D, z, dt_bias, softplus, return_state, h0, cu_seqlens, **kw)
-    return scan
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
 
 
-SCANS = {"longhorn": (longhorn_scan, longhorn_scan_ref),
-         "exact": tuple(functools.partial(f, exact=True) for f in (longhorn_scan, longhorn_scan_ref)),
-         "mamba": tuple(by_our_names(f, True) for f in (selective_scan, selective_scan_ref)),
-         "mamba without softplus": tuple(by_our_names(f, False) for f in (selective_scan, selective_scan_ref))}
+def shown(a):
+    return None if a is None else a[..., None]
 
+
+# ------------------------------------------------------------------------------------------------------ the recurrences
+
+def recurrence(q, k, v, alpha=None, bonus=None, beta=None, ridge=None, state=None):
+    """(o, state) of q, k (B, T, H, K) and v (B, T, H, V): the papers' formulas, a step at a time, with the whole
+    transition matrix of a delta rule. alpha: the decay (H,), (B, T, H) or (B, T, H, K)."""
+    B, T, heads, V = v.shape
+    q, k = q.expand(B, T, heads, -1), k.expand(B, T, heads, -1)
+    eye, os = torch.eye(k.shape[3], dtype=v.dtype), [v[:, :0]]
+    H, S = state if isinstance(state, tuple) else (torch.zeros_like(eye), state)
+    S = v.new_zeros(B, heads, len(eye), V) if S is None else S
+    alpha = torch.ones(heads, dtype=v.dtype) if alpha is None else alpha
+    alpha = (alpha if alpha.dim() == 4 else alpha[..., None]).expand_as(k)
+    for t in range(T):
+        K, x = k[:, t, :, :, None], v[:, t, :, None]  # (B, H, K, 1), (B, H, 1, V)
+        before, S = S, alpha[:, t, ..., None] * S
+        b = 1.0 if beta is None else beta[:, t, :, None, None]
+        if beta is not None and ridge is None:
+            S = (eye - b * K @ K.mT) @ S
+        S = S + b * K @ x
+        read, seen = q[:, t, :, None], S if bonus is None else before + bonus[:, None, None] * K @ x
+        if ridge is not None:
+            H = alpha[:, t, ..., None] * H + b * K @ K.mT
+            read = read @ torch.linalg.inv(H + torch.diag_embed(ridge))
+        os.append((read @ seen).transpose(1, 2))
+    return torch.cat(os, 1), S if ridge is None else (H, S)
+
+
+def scan_true(update, h0=None, cu_seqlens=None, reverse=False, **a):
+    """Longhorn's Algorithm 1 and its Eq. 6, and Mamba's scan; each packed sequence alone."""
+    every = lambda f: {n: f(v) if v.dim() > 2 else v for n, v in a.items()}
+    if cu_seqlens is not None:
+        parts = [scan_true(update, h0[s:s + 1], None, reverse, **every(lambda v, i=i, j=j: v[:, i:j]))
+                 for s, (i, j) in enumerate(itertools.pairwise(cu_seqlens.tolist()))]
+        return {"y": torch.cat([part["y"] for part in parts], 1), "h0": torch.cat([part["h0"] for part in parts])}
+    if not reverse:
+        return one_scan(update, h0=h0, **a)
+    out = one_scan(update, h0=h0, **every(lambda v: v.flip(1)))
+    return {**out, "y": out["y"].flip(1)}
+
+
+def one_scan(update, x, dt, k, q, A=None, D=None, z=None, dt_bias=None, h0=None):
+    """With a head per channel, whose values are single numbers."""
+    logit = dt if dt_bias is None else dt + dt_bias
+    k, q, state = k[:, :, None], q[:, :, None], shown(h0)
+    if update.startswith("mamba"):
+        delta = torch.logaddexp(logit, torch.zeros_like(logit)) if update == "mamba" else logit
+        y, S = recurrence(q, k, shown(delta * x), (shown(delta) * A).exp(), state=state)
+    else:
+        beta = logit.sigmoid()
+        eps = beta / (1 + beta * k.square().sum(-1))  # Eq. 6
+        if update == "exact":
+            y, S = recurrence(q, k, shown(x), beta=eps, state=state)
+        else:  # step 3 of Algorithm 1
+            y, S = recurrence(q, k, shown(eps * x), 1 - shown(eps) * k.square(), state=state)
+    y = y[..., 0] if D is None else y[..., 0] + D * x
+    return {"y": y if z is None else y * F.silu(z), "h0": S[..., 0]}
+
+
+def wkv4_true(k, v, decay, bonus, num=None, den=None, max=None):
+    """A softmax over the past, of which the state is one more token, at each step and after the last."""
+    T = k.shape[1]
+    if den is not None:
+        k, v = torch.cat([(den.log() + max)[:, None], k], 1), torch.cat([(num / den)[:, None], v], 1)
+    age = torch.arange(T + 1)[:, None] - 1 - torch.arange(T - k.shape[1], T)  # of each token at each step, (T + 1, S)
+    logits = torch.where(age[..., None] < 0, bonus, -age[..., None] * decay) + k[:, None]
+    logits = logits.masked_fill(age[..., None] < -1, -torch.inf)
+    logits = torch.cat([logits[:, :T], (k - age[T:].T * decay)[:, None]], 1)  # (B, T + 1, S, D)
+    means = (logits.softmax(2) * v[:, None]).sum(2)
+    return {"y": means[:, :T], "mean": means[:, T], "weight": logits[:, T].logsumexp(1)}
+
+
+def conv_true(x, weight, bias=None, state=None, silu=True, reverse=False):
+    if reverse:
+        return conv_true(x.flip(1), weight, bias, state, silu).flip(1)
+    B, T, D = x.shape
+    W = weight.shape[1]
+    past = x.new_zeros(B, W - 1, D) if state is None else state
+    y = F.conv1d(torch.cat([past, x], 1).transpose(1, 2), weight[:, None], bias, groups=D).transpose(1, 2)
+    return F.silu(y) if silu else y
+
+
+def attention_true(q, k, v, past_k=None, past_v=None, window=None):
+    """One query at a time."""
+    past, rows = 0, []
+    if past_k is not None:
+        past, k, v = past_k.shape[1], torch.cat([past_k, k], 1), torch.cat([past_v, v], 1)
+    for t in range(q.shape[1]):
+        seen = slice(max(0, past + t + 1 - (window or past + t + 1)), past + t + 1)
+        scores = torch.einsum("bhn,bshn->bhs", q[:, t], k[:, seen]) / math.sqrt(q.shape[3])
+        rows.append(torch.einsum("bhs,bshn->bhn", scores.softmax(-1), v[:, seen]))
+    return {"y": torch.stack(rows, 1), "past_k": k, "past_v": v}
+
+
+# ------------------------------------------------------------------------------------------------------------ arguments
 
 def inputs(update, B, T, D, N, dtype=F32, key=1.0, logit=None, value=1.0, without=()):
-    """Random arguments by name; `logit` sets dt to +- that, `key` and `value` scale k and x."""
-    g = torch.Generator().manual_seed(0)
-    rand = lambda *shape: torch.randn(*shape, generator=g)
+    """Random arguments of a scan; `logit` sets dt to +- that, `key` and `value` scale k and x."""
+    rand = functools.partial(torch.randn, generator=generator())
     dt = 2 * rand(B, T, D) if logit is None else logit * rand(B, T, D).sign()
     a = dict(x=value * rand(B, T, D), dt=dt, k=key * rand(B, T, N), q=rand(B, T, N), D=rand(D), z=rand(B, T, D),
              dt_bias=rand(D), h0=rand(B, D, N))
-    a = {n: v.to(dtype) if n in ROWS else v for n, v in a.items() if n not in without}
+    a = {n: v.to(dtype) if n in ("x", "dt", "k", "q", "z") else v for n, v in a.items() if n not in without}
     if update.startswith("mamba"):
-        a["A"] = -torch.rand(D, N, generator=torch.Generator().manual_seed(5)) * 4
+        a["A"] = -torch.rand(D, N, generator=generator(5)) * 4
+        a["dt"] = a["dt"].clamp(max=30)  # a delta of 1000 is no step size: its state overflows in the loop too
         if update != "mamba":  # delta itself: positive
             a.update({n: a[n].abs() / 4 for n in ("dt", "dt_bias") if n in a})
     return a
@@ -62,25 +163,201 @@ def inputs(update, B, T, D, N, dtype=F32, key=1.0, logit=None, value=1.0, withou
 def packed(update, lengths, D, N, dtype=F32):
     """Arguments of sequences of these lengths in one row, and cu_seqlens."""
     a = inputs(update, 1, sum(lengths), D, N, dtype=dtype)
-    a["h0"] = torch.randn(len(lengths), D, N, generator=torch.Generator().manual_seed(3))
+    a["h0"] = torch.randn(len(lengths), D, N, generator=generator(3))
     return a, torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
 
 
-def weights(y, hT):
-    """Of a random linear loss of y and hT; y's in bfloat16, so that every dtype sees the same numbers."""
-    g = torch.Generator().manual_seed(1)
-    dy = torch.randn(y.shape, generator=g).to(BF16).to(y.dtype)
-    return dy, torch.randn(hT.shape, generator=g).to(hT.dtype)
+def conv_inputs(B, T, D, W, dtype=F32, bias=True, state=True):
+    rand = functools.partial(torch.randn, generator=generator())
+    a = dict(x=rand(B, T, D).to(dtype), weight=rand(D, W))
+    if bias:
+        a["bias"] = rand(D)
+    if state:
+        a["state"] = rand(B, W - 1, D)
+    return a
 
 
-def results(f, a, wide=False, through="both", **kw):
-    """y, hT and the gradient of every argument, of that loss through y, hT or both."""
-    a = {n: v.detach().to(F64 if wide else v.dtype).requires_grad_() for n, v in a.items()}
-    y, hT = f(**a, return_state=True, **kw)
-    dy, dhT = weights(y, hT)
-    loss = sum(l for l, wanted in (((y * dy).sum(), "y"), ((hT * dhT).sum(), "hT")) if through in ("both", wanted))
-    grads = torch.autograd.grad(loss, list(a.values()), materialize_grads=True)
-    return {"y": y.detach(), "hT": hT.detach(), **{"d" + n: g for n, g in zip(a, grads, strict=True)}}
+def attention_inputs(case, T, B=2, H=3, K=5, V=7, past=9):
+    """Of the operators of linear_attention.py, and of softmax attention."""
+    rand = functools.partial(torch.randn, generator=generator(T), dtype=F64)
+    if case == "wkv4":
+        return {"k": 2 * rand(B, T, H), "v": rand(B, T, H), "decay": rand(H).exp(), "bonus": rand(H),
+                "num": rand(B, H), "den": rand(B, H).exp(), "max": rand(B, H)}
+    if case == "attention":
+        steps = {"q": T, "k": T, "v": T, "past_k": past, "past_v": past}
+        return {n: rand(B, steps, H, 2 * K) for n, steps in steps.items()}
+    heads = 1 if case == "shared" else H
+    a = {"q": rand(B, T, heads, K), "k": F.normalize(rand(B, T, heads, K), dim=-1), "v": rand(B, T, H, V)}
+    if case in (*DELTA, "mesa"):
+        a["beta"] = 2 * torch.rand(B, T, H, generator=generator(T + 1), dtype=F64)
+    if case in ("retention", "bonus"):
+        a["log_decay"] = -(rand(H) - 3).exp()
+    elif case != "delta_rule":
+        a["log_decay"] = -(2 * rand(B, T, H, *([K] if case in ("gla", "kda") else [])) - 2).exp()
+    if case == "bonus":
+        a["bonus"] = rand(H)
+    if case == "mesa":
+        a["ridge"] = 0.25 + torch.rand(H, K, generator=generator(T + 2), dtype=F64)
+        root = rand(B, H, K, K)
+        a["H"] = root @ root.mT * 4 / K
+    a["state"] = rand(B, H, K, V)
+    return a
+
+
+# ------------------------------------------------------------------------------------------------------------- the list
+
+DELTA = ("delta_rule", "gated_delta_rule", "kda")
+T_CHUNKS = [dict(T=T) for T in (1, 2, 16, 17, 31, 33, 64, 65, 130)]
+WIDTHS = [dict(zip("TBHKV", sizes, strict=True)) for sizes in (
+    (70, 1, 1, 1, 1), (70, 2, 3, 1, 4), (70, 4, 2, 3, 1), (70, 1, 2, 16, 32), (40, 3, 1, 31, 2))]
+T_SCANS = [*(dict(T=T, B=2, D=17, N=N) for T, N in zip((1, 2, 31, 32, 33, 63, 64, 65, 200), [16, 4] * 5, strict=False)),
+           *(dict(T=37, B=1 + D % 3, D=D, N=N) for N, D in (
+               (1, 1), (1, 16), (2, 5), (3, 17), (3, 33), (4, 33), (5, 1), (5, 16), (8, 5), (8, 16), (8, 33), (16, 1),
+               (16, 16), (16, 33), (32, 17), (64, 5), (128, 18)))]
+
+
+def scan_row(update):
+    scan = functools.partial(longhorn_scan, exact=True) if update == "exact" else longhorn_scan
+
+    def run(backend="", k=None, q=None, keep=True, **a):
+        if update.startswith("mamba"):
+            names = {"x": "u", "dt": "delta", "dt_bias": "delta_bias"}
+            out = selective_scan(**{names.get(n, n): v for n, v in a.items()}, B=k, C=q, return_last_state=keep,
+                                 delta_softplus=update == "mamba", backend=backend)
+        else:
+            out = scan(k=k, q=q, **a, return_state=keep, backend=backend)
+        y, hT = out if keep else (out, None)
+        return {"y": y} if hT is None else {"y": y, "h0": hT}
+
+    op = "selective_scan" if update.startswith("mamba") else "longhorn_scan"
+    draw = lambda T, B=2, D=5, N=3, **how: double(inputs(update, B, T, D, N, **how))
+    shapes = T_SCANS if update == "longhorn" else T_SCANS[::3]
+    return Operator(op, run, functools.partial(scan_true, update), draw, shapes, ("h0",), ("D", "z", "dt_bias"),
+                    autocast="arguments", tolerance=16)
+
+
+def linear_row(case):
+    op = {"gla": "gated_linear_attention", "bonus": "retention", "by token": "retention", "shared": "retention"}.get(
+        case, case)
+
+    def given(a):
+        a = dict(a)
+        if "H" in a:
+            H = a.pop("H")
+            a["state"] = ((H + H.mT) / 2, a["state"])  # symmetric, its gradient too
+        return a
+
+    def run(backend="", **a):
+        o, S = getattr(la, op)(**given(a), backend=backend)
+        return after(o, S)
+
+    def after(o, S):
+        return {"y": o} | ({"H": S[0], "state": S[1]} if isinstance(S, tuple) else {} if S is None else {"state": S})
+
+    def true(log_decay=None, **a):
+        o, S = recurrence(**given(a), alpha=None if log_decay is None else log_decay.exp())
+        return after(o, S)
+
+    states = ("H", "state") if case == "mesa" else ("state",)
+    return Operator(op, run, true, functools.partial(attention_inputs, case), T_CHUNKS + WIDTHS, states,
+                    tolerance=64 if case == "mesa" else 32)
+
+
+def wkv4_run(backend="", num=None, den=None, max=None, **a):
+    o, state = la.wkv4(**a, state=None if den is None else (num, den, max), backend=backend)
+    return {"y": o, **dict(zip(("num", "den", "max"), state or (), strict=bool(state)))}
+
+
+def wkv4_seen(a):
+    """A maximum is a mere scale of the other two."""
+    return {"y": a["y"], "mean": a["num"] / a["den"], "weight": a["den"].log() + a["max"]} if "num" in a else a
+
+
+def conv_run(backend="", state=None, **a):
+    return {"y": causal_conv1d(**a, state=state, backend=backend),
+            "state": conv_state(a["x"], state, a["weight"].shape[1])}
+
+
+def conv_truths(state=None, **a):
+    W = a["weight"].shape[1]
+    past = a["x"].new_zeros(len(a["x"]), W - 1, a["x"].shape[2]) if state is None else state
+    return {"y": conv_true(**a, state=state), "state": torch.cat([past, a["x"]], 1)[:, a["x"].shape[1]:]}
+
+
+def attention_run(q, k, v, past_k=None, past_v=None, window=None, backend=""):
+    if past_k is not None:
+        k, v = torch.cat([past_k.to(k.dtype), k], 1), torch.cat([past_v.to(k.dtype), v], 1)
+    y = attention(*(a.transpose(1, 2) for a in (q, k, v)), window=window, backend=backend)
+    return {"y": y.transpose(1, 2), "past_k": k, "past_v": v}
+
+
+def attention_row(window, shapes):
+    run, true = (functools.partial(f, window=window) for f in (attention_run, attention_true))
+    return Operator("attention", run, true, functools.partial(attention_inputs, "attention"), shapes,
+                    ("past_k", "past_v"), autocast="arguments", cancels=("q", "k", "v"))
+
+
+def norm_inputs(T, B=2, D=70):
+    return {"x": torch.randn(B, T, D, generator=generator()), "weight": torch.randn(D, generator=generator(1))}
+
+
+def norm_true(x, weight, eps=1e-5):
+    return {"y": x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight}
+
+
+OPERATORS = {
+    **{update: scan_row(update) for update in ("longhorn", "exact", "mamba", "mamba without softplus")},
+    **{case: linear_row(case) for case in ("gla", "retention", "bonus", "by token", "shared", *DELTA, "mesa")},
+    "wkv4": Operator("wkv4", wkv4_run, wkv4_true, functools.partial(attention_inputs, "wkv4"),
+                     [sizes | dict(K=1, V=1) for sizes in T_CHUNKS + WIDTHS], ("num", "den", "max"), seen=wkv4_seen),
+    "conv": Operator("causal_conv1d", conv_run, conv_truths, lambda T, B=2, D=5, W=4: double(conv_inputs(B, T, D, W)), [
+        *(dict(T=T, B=2, D=19, W=W) for W in range(1, 10) for T in (1, 3, 7, 33)),
+        *(dict(T=40, B=3, D=D, W=W) for D in (1, 5, 16, 17, 33) for W in (3, 4)), dict(T=65, D=70)],
+        ("state",), ("bias",), autocast="arguments", tolerance=16),
+    "rms_norm": Operator("rms_norm", lambda backend="", **a: {"y": rms_norm(**a, backend=backend)}, norm_true,
+                         lambda T, **sizes: double(norm_inputs(T, **sizes)),
+                         [dict(T=T, D=D) for T, D in ((1, 5), (7, 15), (32, 16), (65, 17), (20, 300))],
+                         autocast="result", tolerance=16),
+    "attention": attention_row(None, [dict(T=T, past=past) for T, past in ((1, 0), (7, 0), (1, 5), (6, 3), (6, 1))]),
+    "window": attention_row(5, [dict(T=T, past=past) for T, past in ((1, 0), (1, 9), (130, 0), (70, 30), (3, 90))]),
+}
+NATIVE = ("longhorn", "exact", "mamba", "mamba without softplus", "conv", "rms_norm")  # with kernels of their own
+
+
+# ----------------------------------------------------------------------------------------------------------- comparison
+
+def double(a):
+    return {n: v.double() if torch.is_tensor(v) else v for n, v in a.items()}
+
+
+def timed(row, a):
+    """The names of the arguments that have every step of time."""
+    return [n for n, v in a.items() if torch.is_tensor(v) and v.dim() > 2 and n not in row.states]
+
+
+def cast(row, a, dtype):
+    """The arguments in a dtype; with 16 bits what has no time, and states, stay float32, as in a model."""
+    half = timed(row, a) if dtype.itemsize == 2 else a
+    return {n: v.to(dtype if n in half else F32) for n, v in a.items()}
+
+
+def bare(row, a):
+    """Without states and options."""
+    return {n: v for n, v in a.items() if n not in (*row.states, *row.optional)}
+
+
+def graded(f, a, only=None):
+    """What f makes of these arguments, one tensor as "y" or several by name, and the gradient of each argument under
+    fixed random ones of all results, or of `only` one."""
+    a = {n: v.detach().requires_grad_() for n, v in a.items()}
+    y = f(**a)
+    y = {"y": y} if torch.is_tensor(y) else y
+    g = generator(5)
+    dy = {n: torch.randn(v.shape, generator=g).to(BF16).to(v) for n, v in y.items()}
+    names = [only] if only else [n for n in y if y[n].requires_grad]
+    grads = torch.autograd.grad([y[n] for n in names], list(a.values()), [dy[n] for n in names],
+                                materialize_grads=True)
+    return {**{n: v.detach() for n, v in y.items()}, **{"d" + n: g for n, g in zip(a, grads, strict=True)}}
 
 
 def distance(got, true, terms=0.0):
@@ -88,83 +365,36 @@ def distance(got, true, terms=0.0):
     return ((got.double() - true).norm() / (max(true.norm().item(), terms) + TINY)).item()
 
 
-def tolerance(got, true):
-    eps = torch.finfo(got.dtype).eps
-    if got.dtype == F32:
-        return 16 * EPS
+def allowed(got, true, factor=16):
+    """An error relative to the norm: so many eps of the dtype that is computed in, and half a unit of a result in 16
+    bits, 0.32 of it on average."""
+    if got.dtype.itemsize > 2:
+        return factor * torch.finfo(got.dtype).eps
     # float16 results below 6e-5 are subnormal: there the rounding error is absolute
     absolute = 3e-8 * math.sqrt(true.numel()) / (true.norm().item() + TINY) if got.dtype == F16 else 0.0
-    return 16 * EPS + (0.29 if got.numel() >= 1000 else 0.5) * eps + absolute
+    return factor * EPS + (0.32 if got.numel() >= 1000 else 0.5) * torch.finfo(got.dtype).eps + absolute
 
 
-def failures(update, a, through="both", slack=None, fast=None, slow=None, **kw):
-    """What the native kernels get wrong: {result: (error, tolerance)}; empty when they agree with the truth.
+def wrong(name, a, backend="", only=None, slack=None, run=None, true=None, tolerance=None, **how):
+    """What `run` gets wrong of an operator, with every gradient: {result: (error, tolerance)}; empty if it agrees.
 
-    fast, slow: other functions than the two of SCANS; slack: {result: an error that is allowed}.
+    The truth is computed from the same arguments in float64. run, true: other functions than the row's; slack: {result:
+    an error that is allowed}; how: further arguments of both.
     """
-    fast, slow = fast or SCANS[update][0], slow or SCANS[update][1]
-    true = results(slow, a, wide=True, through=through, **kw)
-    got = results(fast, a, through=through, backend="cpu", **kw)
-    # these two sum over batch and time: with one channel the terms may cancel, and their rounding errors do not
-    gate = torch.nn.functional.silu(a["z"].double()) if "z" in a else 1.0
-    dD_terms = (weights(true["y"], true["hT"])[0] * gate * a["x"]).norm().item() if through != "hT" else 0.0
-    terms, wrong = {"ddt_bias": true["ddt"].norm().item(), "dD": dD_terms}, {}
-    for name, want in true.items():
-        error = distance(got[name], want, terms.get(name, 0.0))
-        bound = max(tolerance(got[name], want), slack[name] if slack else 0.0)
-        if not error <= bound:  # so that NaN fails
-            wrong[name] = (error, bound)
-    return wrong
-
-
-def source_text(source=build.SCAN):
-    """A source of the kernels with lanes.h in the place of its #include."""
-    header = build.HEADER.read_text().replace("#pragma once\n", "")
-    text, n = re.subn(r'#include "(kernels/)?lanes\.h"\n', lambda _: header, source.read_text())
-    assert n == 1
-    return text
-
-
-def with_mistake(text, place, mistake):
-    """The source with `mistake` in front of the line that a comment marks as `test: place`."""
-    text, n = re.subn(rf"(?m)^.*\btest: {place}$", lambda line: f"{mistake} {line[0]}", text)
-    assert n == 1, place
-    return text
-
-
-def views(v):
-    """The same numbers laid out otherwise."""
-    n = v.shape[-1]
-    middle, step = (torch.full((*v.shape[:-1], 2 * n + 3), math.nan, dtype=v.dtype) for _ in range(2))
-    middle[..., 1:1 + n], step[..., 0:2 * n:2] = v, v
-    every = torch.full((v.shape[0], 2 * v.shape[1], v.shape[2]), math.nan, dtype=v.dtype)
-    every[:, 1::2] = v
-    yield from (middle[..., 1:1 + n], step[..., 0:2 * n:2], every[:, 1::2])
-    yield v.transpose(0, 1).contiguous().transpose(0, 1)
-    yield v.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def agree(got, true, terms=0.0):
-    return got.shape == true.shape and distance(got, true, terms) <= tolerance(got, true)
-
-
-def disagreeing(got, true, terms=None):
-    """The names of results that are not the true ones. terms: as for `distance`, by name."""
-    return [n for n in true if not agree(got[n], true[n], (terms or {}).get(n, 0.0))]
-
-
-def graded(f, a, only=None, **kw):
-    """What f makes of these arguments, one tensor as "y" or several by name, and the gradient of each argument under
-    fixed random ones of all results, or of `only` one."""
-    a = {n: v.detach().requires_grad_() for n, v in a.items()}
-    y = f(**a, **kw)
-    y = {"y": y} if torch.is_tensor(y) else y
-    g = torch.Generator().manual_seed(5)
-    dy = {n: torch.randn(v.shape, generator=g).to(BF16).to(v) for n, v in y.items()}
-    names = [only] if only else list(y)
-    grads = torch.autograd.grad([y[n] for n in names], list(a.values()), [dy[n] for n in names],
-                                materialize_grads=True)
-    return {**{n: v.detach() for n, v in y.items()}, **{"d" + n: g for n, g in zip(a, grads, strict=True)}}
+    row = OPERATORS[name]
+    run, true = run or functools.partial(row.run, backend=backend), true or row.true
+    got = graded(lambda **a: row.seen(run(**a, **how)), a, only)
+    want = graded(lambda **a: row.seen(true(**a, **how)), double(a), only)
+    # a parameter's gradient is a sum over batch and time, where terms may cancel and their rounding errors do not; what
+    # is left of a state after a long time is as small as one likes
+    cancels = ["d" + n for n in a if n in row.cancels or n not in timed(row, a)]
+    beyond = {}
+    for n, value in want.items():
+        error = distance(got[n], value, want["y"].norm().item() if n in cancels else 0.0)
+        bound = max(allowed(got[n], value, tolerance or row.tolerance), slack[n] if slack else 0.0)
+        if got[n].shape != value.shape or not error <= bound:  # so that NaN fails
+            beyond[n] = error, bound
+    return beyond
 
 
 @contextlib.contextmanager
@@ -180,120 +410,33 @@ def what_autograd_keeps():
         yield kept
 
 
-def double(args):
-    return {n: v.double() for n, v in args.items()}
+def views(v):
+    """The same numbers laid out otherwise."""
+    n = v.shape[-1]
+    middle, step = (torch.full((*v.shape[:-1], 2 * n + 3), math.nan, dtype=v.dtype) for _ in range(2))
+    middle[..., 1:1 + n], step[..., 0:2 * n:2] = v, v
+    every = torch.full((v.shape[0], 2 * v.shape[1], v.shape[2]), math.nan, dtype=v.dtype)
+    every[:, 1::2] = v
+    yield from (middle[..., 1:1 + n], step[..., 0:2 * n:2], every[:, 1::2])
+    yield v.transpose(0, 1).contiguous().transpose(0, 1)
+    yield v.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def conv_inputs(B, T, D, W, dtype=F32, bias=True, state=True, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    a = dict(x=torch.randn(B, T, D, generator=g).to(dtype), weight=torch.randn(D, W, generator=g))
-    if bias:
-        a["bias"] = torch.randn(D, generator=g)
-    if state:
-        a["state"] = torch.randn(B, W - 1, D, generator=g)
-    return a
+# -------------------------------------------------------------------------------------- sources, and CUDA on a CPU
+
+def source_text(source=build.SCAN):
+    """A source of the kernels with lanes.h in the place of its #include."""
+    header = build.HEADER.read_text().replace("#pragma once\n", "")
+    text, n = re.subn(r'#include "(kernels/)?lanes\.h"\n', lambda _: header, source.read_text())
+    assert n == 1
+    return text
 
 
-def conv_true(x, weight, bias=None, state=None, silu=True, reverse=False):
-    if reverse:
-        return conv_true(x.flip(1), weight, bias, state, silu).flip(1)
-    B, T, D = x.shape
-    W = weight.shape[1]
-    past = x.new_zeros(B, W - 1, D) if state is None else state
-    y = F.conv1d(torch.cat([past, x], 1).transpose(1, 2), weight[:, None], bias, groups=D).transpose(1, 2)
-    return F.silu(y) if silu else y
-
-
-def conv_wrong(a, device="cpu", backend=None, **kw):
-    """The results and gradients of the convolution that are wrong."""
-    there = {n: v.to(device) for n, v in a.items()}
-    got = {n: v.cpu() for n, v in graded(causal_conv1d, there, backend=backend, **kw).items()}
-    true = graded(conv_true, double(a), **kw)
-    # these two sum over batch and time, where terms may cancel and their rounding errors do not
-    return disagreeing(got, true, dict.fromkeys(("dweight", "dbias"), true["dx"].norm().item() * 0.1))
-
-
-OPS = {"gla": "gated_linear_attention", "retention": "retention", "bonus": "retention", "by token": "retention",
-       "shared": "retention", "delta_rule": "delta_rule", "gated_delta_rule": "gated_delta_rule", "kda": "kda",
-       "mesa": "mesa", "wkv4": "wkv4"}
-DELTA = ("delta_rule", "gated_delta_rule", "kda")
-
-
-def attention_inputs(case, T, B=2, H=3, K=5, V=7, dtype=F64, state=True, seed=0):
-    """The named arguments of a case, in float64 but representable in `dtype`."""
-    g = torch.Generator().manual_seed(seed + T)
-    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=F64)
-    if case == "wkv4":
-        a = {"k": 2 * draw(B, T, H), "v": draw(B, T, H), "decay": draw(H).exp(), "bonus": draw(H)}
-        if state:
-            a |= {"num": draw(B, H), "den": draw(B, H).exp(), "max": draw(B, H)}
-    else:
-        heads = 1 if case == "shared" else H
-        a = {"q": draw(B, T, heads, K), "k": F.normalize(draw(B, T, heads, K), dim=-1), "v": draw(B, T, H, V)}
-        if case in (*DELTA, "mesa"):
-            a["beta"] = 2 * torch.rand(B, T, H, generator=g, dtype=F64)
-        if case in ("retention", "bonus"):
-            a["log_decay"] = -(draw(H) - 3).exp()
-        elif case != "delta_rule":
-            a["log_decay"] = -(2 * draw(B, T, H, *([K] if case in ("gla", "kda") else [])) - 2).exp()
-        if case == "bonus":
-            a["bonus"] = draw(H)
-        if case == "mesa":
-            a["ridge"] = 0.25 + torch.rand(H, K, generator=g, dtype=F64)
-            if state:
-                root = draw(B, H, K, K)
-                a["H"] = root @ root.mT * 4 / K
-        if state:
-            a["state"] = draw(B, H, K, V)
-    return {n: x.to(dtype).double() for n, x in a.items()}
-
-
-def outputs(f, a, **kw):
-    """{name: tensor} of one call; wkv4's state is taken apart, and its maximum, a mere scale, multiplied in."""
-    a = dict(a)
-    if "H" in a:
-        H = a.pop("H")
-        a["state"] = ((H + H.mT) / 2, a["state"])  # symmetric, its gradient too
-    if "decay" not in a:
-        o, S = f(**a, **kw)
-        return {"o": o, "S": S} if torch.is_tensor(S) else {"o": o, "U": S[1], "S": S[0]}
-    state = tuple(a.pop(n) for n in ("num", "den", "max")) if "num" in a else a.pop("state", None)
-    o, (num, den, top) = f(**a, state=state, **kw)
-    return {"o": o, "mean": num / den, "weight": den.log() + top}
-
-
-def graded_outputs(f, a, dtype=F64, only=None, **kw):
-    """`graded` of an operator of OPS, computed in `dtype`."""
-    return graded(lambda **a: outputs(f, a, **kw), {n: x.to(dtype) for n, x in a.items()}, only)
-
-
-def both(case):
-    """An operator and its loop."""
-    loop = "delta_rule" if case in DELTA else OPS[case]
-    return getattr(la, OPS[case]), getattr(la, f"{loop}_ref")
-
-
-def by_hand(q, k, v, log_decay=None, bonus=None, beta=None, ridge=None, state=None):
-    """(o, state): the recurrence of the paper with the whole transition matrix of each step."""
-    B, T, heads, V = v.shape
-    q, k = q.expand(B, T, heads, -1), k.expand(B, T, heads, -1)
-    eye, os = torch.eye(k.shape[3], dtype=v.dtype), []
-    H, S = state if isinstance(state, tuple) else (torch.zeros_like(eye), state)
-    S = v.new_zeros(B, heads, len(eye), V) if S is None else S
-    alpha = torch.ones(heads, dtype=v.dtype) if log_decay is None else log_decay.exp()
-    alpha = (alpha if alpha.dim() == 4 else alpha[..., None]).expand_as(k)
-    for t in range(T):
-        K, x = k[:, t, :, :, None], v[:, t, :, None]  # (B, H, K, 1), (B, H, 1, V)
-        D, before = torch.diag_embed(alpha[:, t]), S
-        b = 1.0 if beta is None else beta[:, t, :, None, None]
-        delta_rule = beta is not None and ridge is None
-        S = ((eye - b * K @ K.mT) @ D if delta_rule else D) @ S + b * K @ x
-        read, seen = q[:, t, :, None], S if bonus is None else before + bonus[:, None, None] * K @ x
-        if ridge is not None:
-            H = D @ H + b * K @ K.mT
-            read = read @ torch.linalg.inv(H + torch.diag_embed(ridge))
-        os.append((read @ seen)[:, :, 0])
-    return torch.stack(os, 1), S if ridge is None else (H, S)
+def with_mistake(text, place, mistake):
+    """The source with `mistake` in front of the line that a comment marks as `test: place`."""
+    text, n = re.subn(rf"(?m)^.*\btest: {place}$", lambda line: f"{mistake} {line[0]}", text)
+    assert n == 1, place
+    return text
 
 
 SHIM, DRIVER = (Path(__file__).resolve().parent.parent / "tools" / name
@@ -353,10 +496,10 @@ PAIRS = (8, 2)  # P, L: what a GPU runs at N = 16
 
 
 def native_scan(**a):
-    return longhorn_scan(**a, backend="cpu")
+    return OPERATORS["longhorn"].run("cpu", **a)
 
 
-def conv_failures(dtype, W, B, T, D, **kw):
+def conv_wrong(dtype, W, B, T, D, **how):
     """What the convolution gets wrong, with and without the optional arguments."""
     a, bare = conv_inputs(B, T, D, W, dtype), conv_inputs(B, T, D, W, dtype, bias=False, state=False)
-    return conv_wrong(a, **kw) + conv_wrong(bare, silu=False, **kw)
+    return wrong("conv", a, only="y", **how) | wrong("conv", bare, only="y", silu=False, **how)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import LIBRARIES
-from operators import OPS, attention_inputs, both, distance, double, graded, inputs, outputs
+from operators import OPERATORS, bare, distance, double, graded, inputs
 
 import families  # noqa: F401
 from inspection.self_check import self_check
@@ -90,14 +90,13 @@ def beyond(fast, slow, a, half, tolerance=TOLERANCE):
 
 @LENGTHS
 @pytest.mark.parametrize("state", (True, False))
-@pytest.mark.parametrize("case", [case for case in OPS if OPS[case] in fused.LIBRARIES])
-def test_flash_linear_attention_computes_the_loop(case, state, T):
-    needs(OPS[case])
-    fast, loop = both(case)
-    a = attention_inputs(case, T, 1, 2, 16, 16, dtype=DTYPE, state=state)
-    run = lambda f, **kw: lambda **a: outputs(f, a, **kw)
-    half, tolerance = ("q", "k", "v", "beta"), TOLERANCE * (4 if case == "mesa" else 1)
-    assert not beyond(run(fast, backend="fused"), run(loop), a, half, tolerance)
+@pytest.mark.parametrize("name", [name for name, row in OPERATORS.items() if row.op in fused.BY_DEFAULT])
+def test_flash_linear_attention_computes_the_recurrence(name, state, T):
+    row = OPERATORS[name]
+    needs(row.op)
+    a = {n: v.to(DTYPE) for n, v in row.draw(T, B=1, H=2, K=16, V=16).items()}
+    half, tolerance = ("q", "k", "v", "beta"), TOLERANCE * (4 if name == "mesa" else 1)
+    assert not beyond(functools.partial(row.run, "fused"), row.true, a if state else bare(row, a), half, tolerance)
 
 
 @pytest.mark.parametrize("family", ("gla", "retnet", "rwkv", "mamba2", "deltanet", "gated_deltanet", "kda", "mesa"))

@@ -19,7 +19,7 @@ import mpmath
 import pytest
 import torch
 import torch.nn.functional as F
-from operators import by_hand, conv_true
+from operators import OPERATORS, conv_true, recurrence
 from scipy import stats
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -559,7 +559,7 @@ unit = lambda x: x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 def gla_by_hand(x, linear, p, config):
     q, k = (heads(a) for a in linear("qk", x).chunk(2, -1))
     log_decay = heads(F.logsigmoid(linear("forget2", linear("forget1", x))) / 16)
-    o, _ = by_hand(q / math.sqrt(q.shape[3]), k, heads(linear("v", x)), log_decay)
+    o, _ = recurrence(q / math.sqrt(q.shape[3]), k, heads(linear("v", x)), log_decay.exp())
     if config.model == "gla_released":  # keys as short as queries, seen by the norm's eps alone; means taken off
         o = o / math.sqrt(q.shape[3])
         o = o - o.mean(-1, keepdim=True)
@@ -573,7 +573,7 @@ def retention_by_hand(x, linear, p, config):
     turn = torch.polar(torch.ones_like(angle), angle)
     q, k = (torch.view_as_real(torch.view_as_complex(a.unflatten(-1, (-1, 2))) * turn).flatten(-2) for a in (q, k))
     v, g = linear("vg", x).chunk(2, -1)
-    o, _ = by_hand(q, k / math.sqrt(n), heads(v), (1 - 2.0 ** (-5 - torch.arange(4).double())).log())
+    o, _ = recurrence(q, k / math.sqrt(n), heads(v), 1 - 2.0 ** (-5 - torch.arange(4).double()))
     return linear("out_proj", F.silu(g) * rms(o, 1e-6 if config.model == "retnet_released" else 1e-5).flatten(2))
 
 
@@ -585,7 +585,7 @@ def retnet_glu_by_hand(x, linear, p, config):
 def rwkv_time_by_hand(x, linear, p, config):
     x_r, x_k, x_v, x_g = (x + (F.pad(x, (0, 0, 1, -1)) - x) * mu for mu in p["mu"])
     r, k, v = heads(linear("receptance", x_r)), heads(linear("key", x_k)), heads(linear("value", x_v))
-    o, _ = by_hand(r, k, v, -p["decay"].exp(), p["bonus"])
+    o, _ = recurrence(r, k, v, (-p["decay"].exp()).exp(), p["bonus"])
     o = (o - o.mean(-1, keepdim=True)) / (o.var(-1, correction=0, keepdim=True) + 64e-5).sqrt()
     return linear("output", (o.flatten(2) * p["norm_weight"] + p["norm_bias"]) * F.silu(linear("gate", x_g)))
 
@@ -601,9 +601,9 @@ def delta_by_hand(x, linear, p, config):
     q, k = unit(q) / math.sqrt(q.shape[3]), unit(k) if config.normalize_keys else k
     beta, kk, a = linear("beta", x).sigmoid(), k.square().sum(-1), {}
     if config.model == "mesa":
-        a = {"log_decay": F.logsigmoid(linear("forget", x)), "ridge": F.softplus(p["ridge"]) + 0.25}
+        a = {"alpha": linear("forget", x).sigmoid(), "ridge": F.softplus(p["ridge"]) + 0.25}
     step = {"explicit": beta, "implicit": beta / (1 + beta * kk), "exact": -torch.expm1(-beta * kk) / kk}[config.step]
-    o, _ = by_hand(q, k, v, beta=step, **a)
+    o, _ = recurrence(q, k, v, beta=step, **a)
     return linear("out_proj", (rms(o) * p["norm_weight"]).flatten(2))
 
 
@@ -612,17 +612,9 @@ def longhorn_by_hand(u, linear, p, config):
     x, z = linear("in_proj", u).chunk(2, -1)
     x, N = conv_true(x, p["conv_weight"], p["conv_bias"]), config.d_state
     r, k, q = linear("x_proj", x).split([p["dt_proj.weight"].shape[1], N, N], -1)
-    beta = (linear("dt_proj", r) + p["dt_bias"]).sigmoid()
-    eps = beta / (1 + beta * k.square().sum(-1, keepdim=True))  # Eq. 6
-    S, ys = x.new_zeros(len(x), x.shape[2], N), []
-    timed = (x[..., None], k[:, :, None], q, eps[..., None])
-    for x_t, k_t, q_t, eps_t in zip(*(a.unbind(1) for a in timed), strict=True):
-        if config.model == "longhorn_exact":
-            S = S - eps_t * (S * k_t).sum(-1, keepdim=True) * k_t + eps_t * x_t * k_t
-        else:
-            S = (1 - eps_t * k_t**2) * S + eps_t * x_t * k_t  # Algorithm 1, step 3
-        ys.append((S @ q_t[..., None])[..., 0])
-    return linear("out_proj", (torch.stack(ys, 1) + p["D"] * x) * F.silu(z))
+    scan = OPERATORS["exact" if config.model == "longhorn_exact" else "longhorn"].true
+    y = scan(x=x, dt=linear("dt_proj", r), k=k, q=q, D=p["D"], z=z, dt_bias=p["dt_bias"])["y"]
+    return linear("out_proj", y)
 
 
 EQUATIONS = {**dict.fromkeys(("gla", "gla_released"), [gla_by_hand]),

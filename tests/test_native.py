@@ -5,6 +5,7 @@
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import re
@@ -17,11 +18,10 @@ import time
 import pytest
 import torch
 from helpers import left_behind
-from operators import COMPILER
+from operators import COMPILER, OPERATORS
 
 from kernels import build, choose, ops
-from kernels import linear_attention as la
-from kernels.scan import longhorn_scan, selective_scan
+from kernels.scan import longhorn_scan
 
 F32, BF16 = torch.float32, torch.bfloat16
 ROOT = build.ROOT
@@ -315,9 +315,10 @@ def test_a_failing_build_falls_back_and_says_so_once(how, fresh, tmp_path, monke
     ops.causal_conv1d(args[0], torch.ones(3, 4))
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 1 and said[0].startswith("native kernels: plain PyTorch runs instead") and words in said[0]
-    for op in ("longhorn_scan", "rms_norm", "causal_conv1d"):
+    for call in (functools.partial(longhorn_scan, *args), functools.partial(ops.rms_norm, args[0], torch.ones(3)),
+                 functools.partial(ops.causal_conv1d, args[0], torch.ones(3, 4))):
         with pytest.raises(RuntimeError) as error:
-            CALLS[op](backend="cpu")
+            call(backend="cpu")
         assert words in str(error.value) and "\n" not in str(error.value)
 
 
@@ -402,64 +403,11 @@ def test_what_cannot_run_is_refused_in_a_line(op, backend, device, dtype, words)
         choose.choose(op, backend, device, dtype)
 
 
-def heads(n=3):
-    return [torch.randn(1, 2, 70, 4, generator=torch.Generator().manual_seed(i)) for i in range(n)]
-
-
-def gates():
-    return heads()[0][..., 0].sigmoid(), -heads(4)[3][..., 0].exp()
-
-
-CALLS = {  # operator: a call of it that takes `backend`
-    "longhorn_scan": lambda **kw: longhorn_scan(*scan_inputs(), **kw),
-    "selective_scan": lambda **kw: selective_scan(*scan_inputs()[:2], -torch.ones(3, 2), *scan_inputs()[2:],
-                                                  delta_softplus=True, **kw),
-    "causal_conv1d": lambda **kw: ops.causal_conv1d(scan_inputs()[0], torch.ones(3, 4) / 7, **kw),
-    "rms_norm": lambda **kw: ops.rms_norm(heads()[0].mT, torch.ones(70), **kw),
-    "linear_cross_entropy": lambda **kw: ops.linear_cross_entropy(heads()[0], torch.eye(4),
-                                                                  torch.zeros(1, 2, 70).long(), **kw),
-    "attention": lambda **kw: ops.attention(*heads(), **kw),
-    "gated_linear_attention": lambda **kw: la.gated_linear_attention(*heads(), -heads(4)[3].exp(), **kw)[0],
-    "retention": lambda **kw: la.retention(*heads(), -torch.ones(70), **kw)[0],
-    "delta_rule": lambda **kw: la.delta_rule(*heads(), heads()[0][..., 0].sigmoid(), **kw)[0],
-    "gated_delta_rule": lambda **kw: la.gated_delta_rule(*heads(), *gates(), **kw)[0],
-    "kda": lambda **kw: la.kda(*heads(), gates()[0], -heads(4)[3].exp(), **kw)[0],
-    "mesa": lambda **kw: la.mesa(*heads(), *gates(), torch.ones(70, 4), **kw)[0],
-    "wkv4": lambda **kw: la.wkv4(heads()[0][:, 0], heads()[1][:, 0], torch.ones(4), torch.zeros(4), **kw)[0],
-}
-
-
-@pytest.mark.parametrize("op", CALLS)
-def test_plain_makes_one_operator_run_its_plain_body(op):
-    assert list(CALLS) == list(choose.BODIES)
-    fast, plain = CALLS[op](), CALLS[op](backend="torch")
-    assert not torch.equal(fast, plain), "two bodies that round alike cannot be told apart here"
-    torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-5)
-    with choose.plain(*(other for other in CALLS if other != op)):
-        assert torch.equal(CALLS[op](), fast)
-        with choose.plain(op):
-            assert torch.equal(CALLS[op](backend="cpu"), plain)
-        assert torch.equal(CALLS[op](), fast)
-
-
-@pytest.mark.parametrize("op", CALLS)
-def test_float64_stays_float64_under_autocast(op, monkeypatch):
-    """Whatever the body: autocast leaves float64 alone."""
-    for backend in ("", "torch"):
-        want = CALLS[op](backend=backend)
-        with torch.autocast("cpu", BF16):
-            assert CALLS[op](backend=backend).dtype in (F32, BF16)
-        monkeypatch.setattr(torch, "randn", lambda *shape, rand=torch.randn, **kw: rand(*shape, **kw).double())
-        with torch.autocast("cpu", BF16):
-            got = CALLS[op](backend=backend)
-        monkeypatch.undo()
-        assert got.dtype == torch.float64
-        torch.testing.assert_close(got.float(), want, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("op", ("longhorn_scan", "wkv4"))
-def test_the_plain_body_runs_inside_a_compiled_model(op):
+@pytest.mark.parametrize("name", ("longhorn", "wkv4"))
+def test_the_plain_body_runs_inside_a_compiled_model(name):
     """As a break in the graph, where it is a loop over time."""
     torch._dynamo.reset()
-    compiled = torch.compile(lambda: CALLS[op](backend="torch") * 2, backend="aot_eager")
-    torch.testing.assert_close(compiled(), CALLS[op](backend="torch") * 2, rtol=1e-6, atol=1e-6)
+    row = OPERATORS[name]
+    twice = lambda a: row.run("torch", **a)["y"] * 2
+    a = row.draw(5)
+    torch.testing.assert_close(torch.compile(twice, backend="aot_eager")(a), twice(a), rtol=1e-12, atol=1e-12)

@@ -19,16 +19,16 @@ from operators import (
     F32,
     FLAGS,
     PAIRS,
-    conv_failures,
-    failures,
+    conv_wrong,
+    graded,
     inputs,
     load_shim,
     native_scan,
     packed,
-    results,
     source_of,
     use,
     with_mistake,
+    wrong,
 )
 
 from kernels import build, cuda, launch
@@ -85,13 +85,13 @@ def run(monkeypatch, module, segments=1):
     ("mamba without softplus", F32, 1, 32, 128, 16, 1), ("mamba", F32, 1, 192, 128, 16, 3)])
 def test_agrees_with_the_loop(emitted, monkeypatch, update, dtype, B, T, D, N, segments):
     run(monkeypatch, emitted(update.split()[0], dtype, *PAIRS), segments)
-    assert not failures(update, inputs(update, B, T, D, N, dtype))
+    assert not wrong(update, inputs(update, B, T, D, N, dtype))
 
 
 def test_packed_sequences(emitted, monkeypatch):
     run(monkeypatch, emitted("mamba", F32, *PAIRS))
     a, cu = packed("mamba", [3, 0, 40, 32, 0], 130, 16)
-    assert not failures("mamba", a, cu_seqlens=cu)
+    assert not wrong("mamba", a, cu_seqlens=cu)
 
 
 @pytest.mark.parametrize("kw", [dict(logit=300.0), dict(key=1e6, logit=1000.0)])
@@ -99,12 +99,12 @@ def test_extreme_values(emitted, monkeypatch, kw):
     run(monkeypatch, emitted("longhorn", BF16, *PAIRS))
     a = inputs("longhorn", 1, 40, 17, 16, BF16, **kw)
     slack = dict.fromkeys(["y", "hT", *(f"d{n}" for n in a)], 2e-5)
-    assert not failures("longhorn", a, slack=slack)  # what is not finite fails
+    assert not wrong("longhorn", a, slack=slack)  # what is not finite fails
 
 
 def test_convolution(emitted, monkeypatch):
     run(monkeypatch, emitted("conv", BF16, 4))
-    assert not conv_failures(BF16, 4, 2, 130, 70)
+    assert not conv_wrong(BF16, 4, 2, 130, 70)
 
 
 def test_memory_is_reached_whole_sectors_at_a_time_and_without_bank_conflicts(emitted, monkeypatch):
@@ -112,7 +112,7 @@ def test_memory_is_reached_whole_sectors_at_a_time_and_without_bank_conflicts(em
     module = emitted("longhorn", BF16, *PAIRS)
     run(monkeypatch, module)
     module.lib.ptx_count(1)
-    results(native_scan, inputs("longhorn", 1, 64, 128, 16, BF16))
+    graded(native_scan, inputs("longhorn", 1, 64, 128, 16, BF16))
     room = (Cost * 10_000)()
     accesses = room[:module.lib.ptx_costs(room, len(room))]
     module.lib.ptx_count(0)
@@ -129,4 +129,4 @@ def test_what_gcc_never_sees_is_caught(tmp_path, monkeypatch, place, key, mistak
     source = with_mistake(source_of(key[0]), place, mistake)
     run(monkeypatch, load_ptx(tmp_path, *key, source=source, left_out=(*WHOLE, *JOINING)))
     with pytest.raises(RuntimeError, match=said):
-        conv_failures(*key[1:], 1, 9, 5) if key[0] == "conv" else results(native_scan, inputs("longhorn", 1, 40, 33, 8))
+        conv_wrong(*key[1:], 1, 9, 5) if key[0] == "conv" else graded(native_scan, inputs("longhorn", 1, 40, 33, 8))

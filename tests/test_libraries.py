@@ -1,0 +1,211 @@
+"""Operators on other libraries' kernels: stand-ins, which compute on this CPU, show what they would be called with.
+
+test_fused.py runs the libraries' own kernels.
+
+    python -m pytest tests/test_libraries.py
+"""
+
+import importlib
+import re
+from unittest import mock
+
+import pytest
+import torch
+from operators import BF16, DELTA, F32, F64, OPERATORS, cast, conv_inputs, conv_true, double, wrong
+
+from kernels import fused, ops
+from kernels import linear_attention as la
+from kernels.scan import selective_scan_ref
+
+LINEAR = [name for name in OPERATORS if OPERATORS[name].op in fused.BY_DEFAULT]
+
+pytestmark = pytest.mark.usefixtures("poison", "one_thread")
+
+
+def given(name, T, dtype=F32, state=False, **sizes):
+    """The row's `run`, with arguments of it that the library takes."""
+    row = OPERATORS[name]
+    sizes |= {"mamba": {}, "conv": {"D": 8}, "attention": {}, "window": {}}.get(name, {"V": 5}) | sizes
+    a = cast(row, row.draw(T, **sizes), dtype)
+    return row.run, a if state else {n: v for n, v in a.items() if n not in row.states}
+
+
+@pytest.fixture
+def calls(library):
+    """What the libraries were called with: (operator, shapes of the first two, dtypes, the rest)."""
+    calls = []
+
+    def seen(op, *tensors, **rest):
+        calls.append((op, [tuple(v.shape) for v in tensors[:2]], {v.dtype for v in tensors}, rest))
+
+    def by_loop(op, loop):
+        def function(q, k, v, scale, initial_state, output_final_state, **rest):
+            seen(op, q, k, v, rest.get("beta", v), state=initial_state, **rest)
+            assert scale == 1.0 and output_final_state and q.shape == k.shape and q.shape[:3] == v.shape[:3]
+            return loop(q, k, v, *rest.values(), state=initial_state)
+        return function
+
+    def chunk_mesa_net(q, k, v, g, beta, lamb, *, h_kk_init, h_kv_init, output_final_state, max_CG_iteration):
+        seen("mesa", q, k, v, state=h_kk_init)
+        o, (H, U) = la.mesa_ref(q, k, v, beta, g, lamb, state=None if h_kk_init is None else (h_kk_init, h_kv_init))
+        return o, H, U
+
+    def causal_conv1d_fn(x, weight, bias=None, activation=None):
+        seen("causal_conv1d", x, activation=activation)
+        return conv_true(x.transpose(1, 2), weight, bias, silu=activation == "silu").transpose(1, 2)
+
+    def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False):
+        seen("selective_scan", u, B)
+        u, delta, B, C, z = (a.transpose(1, 2) for a in (u, delta, B, C, z))
+        return selective_scan_ref(u, delta, A, B, C, D, z, delta_bias, delta_softplus).transpose(1, 2)
+
+    def flash_attn_func(q, k, v, causal=False, window_size=(-1, -1)):
+        seen("attention", q, k, window=window_size)
+        q, k, v = (a.transpose(1, 2) for a in (q, k, v))
+        window = None if window_size[0] < 0 else window_size[0] + 1  # flash-attn's leaves out the query's own key
+        return ops.attention(q, k, v, window, backend="torch").transpose(1, 2)
+
+    loops = {"gated_linear_attention": la.gated_linear_attention_ref, "retention": la.retention_ref,
+             **dict.fromkeys(DELTA, la.delta_rule_ref)}
+    for op, loop in loops.items():
+        library(op, by_loop(op, loop))
+    for op, function in (("mesa", chunk_mesa_net), ("causal_conv1d", causal_conv1d_fn), ("attention", flash_attn_func),
+                         ("selective_scan", selective_scan_fn)):
+        library(op, function)
+    return calls
+
+
+@pytest.fixture
+def exact(calls, monkeypatch):
+    """The stand-ins compute in float32 what a library would do in 11 bits."""
+    monkeypatch.setattr(fused, "refusal", lambda op, dtype: None)
+    return calls
+
+
+@pytest.mark.parametrize("T", (2, 20))
+@pytest.mark.parametrize("state", (True, False))
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_attention_in_the_librarys_own_layout(name, state, T, exact):
+    """With every gradient, also with a bonus, which it does not know, and in 16 bits."""
+    run, a = given(name, T, state=state)
+    assert not wrong(name, a, "fused")
+    learnt = exact.pop()[3]
+    if name in ("retention", "bonus"):
+        assert learnt["g"].shape == (2, T, 3)  # learnt, so given for every step
+    exact.clear()
+    run, a = given(name, T, BF16, state)
+    out = run(**a)
+    (op, _, dtypes, rest), = exact
+    assert op == OPERATORS[name].op and dtypes == {BF16} and (rest["state"] is not None) == state
+    assert "g_gamma" not in rest or rest["g_gamma"].shape == (3,)
+    assert out["y"].dtype == BF16 and out["state"].dtype == F32
+
+
+@pytest.mark.parametrize("name,how,shapes,rest", [
+    ("conv", {}, [(2, 8, 9)], {"activation": "silu"}), ("conv", {"silu": False}, [(2, 8, 9)], {"activation": None}),
+    ("conv", {"reverse": True}, [(2, 8, 9)], {"activation": "silu"}),
+    ("mamba", {}, [(2, 5, 9), (2, 3, 9)], {}), ("mamba", {"reverse": True}, [(2, 5, 9), (2, 3, 9)], {}),
+    ("attention", {}, [(2, 9, 3, 10)] * 2, {"window": (-1, -1)}),
+    ("window", {}, [(2, 9, 3, 10)] * 2, {"window": (4, 0)})])
+def test_the_others_in_their_own_layout(name, how, shapes, rest, exact):
+    run, a = given(name, 9)
+    how |= {"keep": False} if name == "mamba" else {}
+    true = lambda keep=False, **a: {"y": OPERATORS[name].true(**a)["y"]}
+    run = lambda run=run, **a: {"y": run(**a, backend="fused")["y"]}
+    assert not wrong(name, a, run=run, true=true, tolerance=64, **how)
+    assert [call[1:] for call in exact] == [(shapes, {F32}, rest)]
+    with torch.autocast("cpu", BF16):
+        assert run(**a, **how)["y"].dtype == BF16
+
+
+def test_queries_are_aligned_with_the_last_keys_as_in_flash_attn(exact):
+    run, a = given("attention", 4, state=True)
+    assert not wrong("attention", a, "fused")
+    assert exact[0][1] == [(2, 4, 3, 10), (2, 13, 3, 10)]
+
+
+def test_what_a_library_lacks_is_computed_here(exact):
+    conv, scan = OPERATORS["conv"].run, OPERATORS["mamba"].run
+    part = {**conv_inputs(2, 9, 8, 4, state=False), "x": torch.randn(2, 9, 12)[..., :8]}
+    wider, not_of_eights = conv_inputs(2, 9, 8, 5, state=False), conv_inputs(2, 9, 12, 4, state=False)
+    for a in (conv_inputs(2, 9, 8, 4), wider, not_of_eights, part):
+        assert torch.equal(conv(**a, backend="fused")["y"], conv(**a)["y"])
+    _, a = given("mamba", 9)
+    for more in ({"h0": torch.ones(2, 5, 3), "keep": False}, {}):
+        assert torch.equal(scan(**a, **more, backend="fused")["y"], scan(**a, **more)["y"])
+    with ops.documents(torch.arange(9).expand(2, 9) == 4):
+        assert torch.equal(scan(**a, keep=False, backend="fused")["y"], scan(**a, keep=False)["y"])
+    assert exact == []
+
+
+def test_a_library_that_is_not_there_is_a_reason(library, monkeypatch):
+    run, a = given("gla", 3, BF16)
+    for error, words in (
+            (ModuleNotFoundError("No module named 'fla'", name="fla"), "is not installed"),
+            (ModuleNotFoundError("No module named 'triton'", name="triton"), "needs triton"),
+            (RuntimeError("0 active drivers\n([])"), r"cannot be imported (0 active drivers ([]))")):
+        monkeypatch.setattr(importlib, "import_module", mock.Mock(side_effect=error))
+        fused.load.cache_clear()
+        run(**a)  # chunks
+        with pytest.raises(RuntimeError, match=f"cannot run here: flash-linear-attention {re.escape(words)}: leave"):
+            run(**a, backend="fused")
+
+
+@pytest.mark.parametrize("triton, gpu, right", [
+    ("3.6.0", 9, False), ("3.7.0", 9, False), ("3.7.1", 9, True), ("3.3.1", 9, True), ("3.6.0", 8, True)])
+def test_a_triton_with_wrong_gradients_is_left_alone(triton, gpu, right, calls, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (gpu, 0))
+    monkeypatch.setattr(importlib.metadata, "version", {"triton": triton}.get)
+    for name in ("retention", "gated_delta_rule", "gla"):
+        run, a = given(name, 20, BF16)
+        calls.clear()
+        run(**a)
+        assert len(calls) == (right or name == "gla"), name
+        if not calls:
+            with pytest.raises(RuntimeError, match=f"needs Triton 3.7.1 .* {triton} computes wrong gradients"):
+                run(**a, backend="fused")
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_single_step_is_not_worth_the_librarys_chunks_and_more_are_said_once(name, library, calls):
+    for T, called in ((1, 0), (2, 1), (20, 2)):
+        run, a = given(name, T, BF16)
+        run(**a, backend="fused")
+        assert len(calls) == called
+    wait, *copies = dict.fromkeys(library.said)
+    assert wait.startswith(f"{OPERATORS[name].op}: ") and wait.endswith("tuned at their first start, for minutes")
+    assert bool(copies) == (name == "shared")
+
+
+@pytest.mark.filterwarnings("error:Dynamo detected")
+def test_the_library_is_called_from_compiled_code(calls, library):
+    """As its functions are marked: not compiled themselves."""
+    library("retention", torch.compiler.disable(importlib.import_module("fla.ops.simple_gla").chunk_simple_gla))
+    run, a = given("shared", 20, BF16)
+    compiled = torch.compile(lambda **a: la.retention(**a)[0], backend="aot_eager")
+    assert torch.equal(compiled(**a), la.retention(**a)[0]) and len(calls) == 2
+
+
+def test_what_the_library_cannot_do_goes_to_chunks(calls):
+    run, a = given("gla", 20)
+    with torch.autocast("cpu", dtype=BF16):  # it gets 16 bits
+        out = run(**a)
+    _, _, dtypes, rest = calls.pop()
+    assert dtypes == {BF16} and rest["g"].dtype == out["y"].dtype == out["state"].dtype == F32
+    run(**a)  # float32
+    with torch.autocast("cpu", dtype=BF16):
+        assert run(**double(a))["y"].dtype == F64
+    assert calls == []
+
+
+@pytest.mark.parametrize("name,dtype,K,V,words", [
+    ("gla", F32, 5, 7, "takes bfloat16, "), ("delta_rule", BF16, 257, 2, "up to a width of 256, not 257"),
+    ("mesa", BF16, 5, 7, "of one width, at most 128, not 5 and 7"),
+    ("mesa", BF16, 129, 129, "at most 128, not 129 and 129")])
+def test_what_the_library_cannot_do_is_refused_if_it_is_asked_for(name, dtype, K, V, words, calls):
+    run, a = given(name, 3, dtype, B=1, H=1, K=K, V=V)
+    run(**a)
+    assert calls == []
+    with pytest.raises(RuntimeError, match=f"{OPERATORS[name].op}: backend 'fused' cannot run here: .*{words}"):
+        run(**a, backend="fused")
