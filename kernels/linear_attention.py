@@ -44,7 +44,9 @@ from kernels import build, choose, fused, ops
 
 CHUNK = 64  # steps: the fastest of 16, 32, 64, 128 for retention and the delta rule at width 64
 GLA_CHUNK = 32  # a power of two, for the halving; 16 and 64 take a tenth longer
-CG_STEPS = 30  # most conjugate gradient steps in Mesa, as in the paper
+CG_STEPS = 30  # conjugate gradient steps in Mesa, as in the paper; on a CPU up to MOST_CG_STEPS until the residual is
+MOST_CG_STEPS = 300  # at most RESIDUAL of q: keys of length 30 take so many
+RESIDUAL = 1e-4
 CLOSED = -1e4  # log of a decay that is 0, in any floating point type
 NOTHING = -1e38  # the maximum of an empty wkv4 state: e^(NOTHING - anything) is 0, and unlike -inf it makes no NaN
 
@@ -242,9 +244,10 @@ def mesa(q, k, v, beta, log_decay, ridge, state=None, backend=None):
     """Mesa (arXiv 2506.05233): ridge regression of all values so far on their keys, with older ones weighing less:
     H_t = w_t H_{t-1} + beta_t k_t^T k_t, U_t = w_t U_{t-1} + beta_t k_t^T v_t, o_t = q_t (H_t + diag(ridge))^-1 U_t.
 
-    The chunks solve with at most CG_STEPS conjugate gradient steps and stop early at rounding error; the gradient is
-    that of the solution and takes as many steps again. The loop solves directly. About 30 steps are enough if all but a
-    few eigenvalues of H + diag(ridge) are within a factor of about 100.
+    The chunks solve with CG_STEPS conjugate gradient steps and stop early at rounding error; the gradient is that of
+    the solution and takes as many steps again. The loop solves directly. 30 steps are enough if all but a few
+    eigenvalues of H + diag(ridge) are within a factor of about 100, as with keys of length 1. On a CPU more are taken
+    while the residual is above RESIDUAL; on a GPU, and in flash-linear-attention, never.
 
     Args:
         beta: (B, T, H) >= 0; log_decay: (B, T, H) <= 0; ridge: (H, K) > 0, per channel of the keys.
@@ -546,18 +549,19 @@ def _solve(b, *matrix):
 
 
 def _conjugate_gradients(b, *matrix):
-    """Solve _times(x, *matrix) = b for x, every token by itself, in at most CG_STEPS steps."""
-    tiny = torch.finfo(b.dtype).tiny
+    """Solve _times(x, *matrix) = b for x, every token by itself: in CG_STEPS steps, fewer or more if a CPU's residual
+    asks for them."""
+    tiny, on_cpu = torch.finfo(b.dtype).tiny, b.device.type == "cpu"  # on a GPU looking takes longer than the steps
     x, r, p = torch.zeros_like(b), b, b
-    size = enough = (r * r).sum(-1, keepdim=True)
-    enough = enough * torch.finfo(b.dtype).eps ** 2
-    for _ in range(CG_STEPS):
+    size = whole = (r * r).sum(-1, keepdim=True)
+    for steps in range(1, 1 + (MOST_CG_STEPS if on_cpu else CG_STEPS)):
         Mp = _times(p, *matrix)
         step = size / (p * Mp).sum(-1, keepdim=True).clamp(min=tiny)
         x, r = torch.addcmul(x, step, p), torch.addcmul(r, step, Mp, value=-1)
         size, last = (r * r).sum(-1, keepdim=True), size
-        if r.device.type == "cpu" and bool((size <= enough).all()):
-            break  # on a GPU the check would take longer than the steps
+        enough = torch.finfo(b.dtype).eps if steps < CG_STEPS else RESIDUAL
+        if on_cpu and bool((size <= whole * enough ** 2).all()):
+            break
         p = torch.addcmul(r, size / last.clamp(min=tiny), p)
     return x
 

@@ -5,7 +5,7 @@
 
 import pytest
 import torch
-from operators import F64, OPERATORS, wrong
+from operators import EPS, F32, F64, OPERATORS, cast, wrong
 
 from kernels import linear_attention as la
 from kernels import ops
@@ -58,3 +58,10 @@ def test_a_state_of_other_parts_is_refused_in_a_line(case, name, bad, words):
     a = {n: v for n, v in row.draw(8).items() if n not in row.states}
     with pytest.raises(ValueError, match=f"^{case}: {words}$"):
         getattr(la, case)(**a, state=bad)
+
+
+def test_mesa_takes_the_steps_that_keys_of_any_length_ask_for():
+    row = OPERATORS["mesa"]
+    a = row.draw(100, B=1, H=1, K=32, V=8)
+    a["k"] *= 30
+    assert not wrong("mesa", cast(row, a, F32), tolerance=2e-3 / EPS)

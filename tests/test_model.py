@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import mpmath
@@ -36,6 +37,7 @@ import train
 from inspection import counting
 from kernels import cache, choose
 from model import FAMILIES, LM, ModelConfig
+from runtime import distributed
 from tools import parameters as table
 from tools.parameters import SIZES, TABLE1
 
@@ -137,6 +139,23 @@ def test_every_parameter_gets_a_gradient(family):
     for name, p in lm.named_parameters():
         assert p.grad is not None and p.grad.isfinite().all(), name
         assert (p.grad != 0).float().mean() > (0.5 if name != "embed.weight" else 0.99), name
+
+
+@ALL_FAMILIES
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_layers_that_are_computed_again_train_the_same(family, dtype):
+    """The loss and every gradient to the bit, of joined and of packed documents."""
+    idx, y = tokens(3, 40, 63), tokens(3, 40, seed=2)
+    idx[0, 7], idx[1, 3], idx[1, 31] = 63, 63, 63
+    for documents in ("join",) if family in model.POSITIONS else ("join", "pack"):
+        trained = []
+        for recompute in ("none", "block"):
+            lm = tiny(family, block_size=40, documents=documents, end_of_text=63)
+            distributed.prepare_layers(lm, SimpleNamespace(compile=False, recompute=recompute))
+            with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+                loss = lm(idx, y)[1]
+            trained.append([loss, *torch.autograd.grad(loss, list(lm.parameters()))])
+        assert all(map(torch.equal, *trained))
 
 
 @pytest.mark.parametrize("family", ["longhorn", "llama", "deltanet"])
