@@ -72,7 +72,7 @@ def recurrence(q, k, v, alpha=None, bonus=None, beta=None, ridge=None, state=Non
         read, seen = q[:, t, :, None], S if bonus is None else before + bonus[:, None, None] * K @ x
         if ridge is not None:
             H = alpha[:, t, ..., None] * H + b * K @ K.mT
-            read = read @ torch.linalg.inv(H + torch.diag_embed(ridge))
+            read = read @ torch.linalg.inv(H + torch.diag_embed(ridge)).mT
         os.append((read @ seen).transpose(1, 2))
     return torch.cat(os, 1), S if ridge is None else (H, S)
 
@@ -240,22 +240,18 @@ def linear_row(case):
     op = {"gla": "gated_linear_attention", "bonus": "retention", "by token": "retention", "shared": "retention"}.get(
         case, case)
 
-    def given(a):
-        a = dict(a)
-        if "H" in a:
-            H = a.pop("H")
-            a["state"] = ((H + H.mT) / 2, a["state"])  # symmetric, its gradient too
-        return a
+    def given(H=None, **a):  # symmetric, its gradient too
+        return a if H is None else a | {"state": ((H + H.mT) / 2, a["state"])}
 
     def run(backend="", **a):
-        o, S = getattr(la, op)(**given(a), backend=backend)
+        o, S = getattr(la, op)(**given(**a), backend=backend)
         return after(o, S)
 
     def after(o, S):
         return {"y": o} | ({"H": S[0], "state": S[1]} if isinstance(S, tuple) else {} if S is None else {"state": S})
 
     def true(log_decay=None, **a):
-        o, S = recurrence(**given(a), alpha=None if log_decay is None else log_decay.exp())
+        o, S = recurrence(**given(**a), alpha=None if log_decay is None else log_decay.exp())
         return after(o, S)
 
     states = ("H", "state") if case == "mesa" else ("state",)
