@@ -209,7 +209,7 @@ def attention_inputs(case, T, B=2, H=3, K=5, V=7, past=9):
 DELTA = ("delta_rule", "gated_delta_rule", "kda")
 T_CHUNKS = [dict(T=T) for T in (1, 2, 16, 17, 31, 33, 64, 65, 130)]
 WIDTHS = [dict(zip("TBHKV", sizes, strict=True)) for sizes in (
-    (70, 1, 1, 1, 1), (70, 2, 3, 1, 4), (70, 4, 2, 3, 1), (70, 1, 2, 16, 32), (40, 3, 1, 31, 2))]
+    (70, 1, 1, 1, 1), (70, 2, 3, 1, 4), (70, 4, 2, 3, 1), (70, 1, 2, 16, 32), (40, 3, 1, 17, 2))]
 T_SCANS = [*(dict(T=T, B=2, D=17, N=N) for T, N in zip((1, 2, 31, 32, 33, 63, 64, 65, 200), [16, 4] * 5, strict=False)),
            *(dict(T=37, B=1 + D % 3, D=D, N=N) for N, D in (
                (1, 1), (1, 16), (2, 5), (3, 17), (3, 33), (4, 33), (5, 1), (5, 16), (8, 5), (8, 16), (8, 33), (16, 1),
