@@ -151,8 +151,8 @@ def test_training_in_either_dtype_with_and_without_recomputation(family, documen
     q . k is nearly 0."""
     if family in model.POSITIONS and documents == "pack":
         return  # refused
-    noisy = {"gla": 0.8, "retnet": 0.5, "rwkv": 0.5}  # a gradient that is not there at all differs by 1
-    differ = lambda a, b: ((a - b).norm() / (b.norm() + 1e-6)).item()
+    noisy = {"gla": 0.8, "gla_released": 0.9, "retnet": 0.5, "rwkv": 0.5}  # one that is not there at all differs by 1
+    differ = lambda a, b, least=1e-6: ((a - b).norm() / (b.norm() + least)).item()
     runs = []
     for dtype in (torch.float32, torch.bfloat16):
         lm, logits, loss, grads = trained(family, dtype, "none", documents=documents, end_of_text=63)
@@ -161,9 +161,10 @@ def test_training_in_either_dtype_with_and_without_recomputation(family, documen
         runs.append((logits, grads))
     (logits, grads), (rounded, near) = runs
     assert differ(rounded, logits) < 0.05
+    largest = max(g.norm() for g in grads.values())
     for name, g in grads.items():
         assert g.isfinite().all() and (g != 0).float().mean() > (0.5 if name != "embed.weight" else 0.99), name
-        assert differ(near[name], g) < noisy.get(family, 0.2), name
+        assert differ(near[name], g, 0.01 * largest) < noisy.get(family, 0.2), name
     if documents == "join":
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             idx = tokens(2, 24)
