@@ -39,7 +39,8 @@ sys.path.insert(0, str(REPO))
 
 from common.errors import ConfigError  # noqa: E402
 from configurator import Range, Whole  # noqa: E402
-from experiments import compare, figures, pages, records, sweep  # noqa: E402
+from experiments import compare, pages, records, sweep  # noqa: E402
+from experiments.figures import Curve, Panel  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
 from experiments.sweeps.experiment import Experiment, Where  # noqa: E402
 from runtime.records import NO_TRACE, BadRecord, cpu_model, is_finished, read_log, write_json  # noqa: E402
@@ -382,30 +383,38 @@ def describe(c, args, n, decision, budget, numbers):
 
 
 def write_page(out, numbers, comparisons):
-    """The page and its figure: the sentences, training curves, the difference over the run, all pairs, the diff."""
-    blocks = ["# Did the edit help?", pages.shown(out / "edit.png", "training losses, and their difference")]
-    with figures.figure(out / "edit.png", len(comparisons), 2, 5.2, 3.4, layout="constrained") as (_, axes):
-        for (left, right), c, (size, of_size) in zip(axes, comparisons, numbers["sizes"].items(), strict=True):
-            blocks += [pages.bold(f"{size}: {of_size['sentence']}"), pages.listed(of_size["notes"])]
-            if (n := of_size["pairs"]) < 2:
-                continue
-            logs = [[read_log(c.folder / c.cell(name, seed).name, "train") for seed in range(1, n + 1)]
-                    for name in (c.head, c.edit)]
-            lines = min(len(log) for of in logs for log in of)  # a damaged log has fewer
-            losses = np.array([[[e["train_loss"] for e in log[:lines]] for log in of] for of in logs], float)
-            width = max(1, losses.shape[-1] // 16)  # of a running mean: a line has one step's loss
-            losses = np.apply_along_axis(np.convolve, -1, losses, np.ones(width) / width, "valid")
-            tokens, change = [e["tokens"] for e in logs[0][0][:lines]][width - 1:], losses[1] - losses[0]
-            error = 2 * change.std(0, ddof=1) / np.sqrt(n)
-            left.plot(tokens, losses.mean(1).T, label=[c.head, c.edit])
-            left.legend(title=f"{size}: training loss in nats by tokens")
-            right.plot(tokens, change.mean(0), label=f"{c.edit} minus {c.head}, +- 2 standard errors")
-            right.fill_between(tokens, change.mean(0) - error, change.mean(0) + error, alpha=0.3)
-            right.legend()
+    """The page and its figure: the sentences, training curves, the difference over the run, the diff."""
+    sentences = []
+    notes = []
+    panels = []
+    for c, (size, of_size) in zip(comparisons, numbers["sizes"].items(), strict=True):
+        sentences.append(f"{size}: {of_size['sentence']}")
+        notes += [f"{size}: {note}" for note in of_size["notes"]]
+        if of_size["pairs"] > 1:
+            panels += training(c, size, of_size["pairs"])
     n, alpha = numbers["edits_tried"], numbers["alpha"]
-    blocks.append(f"Edits tried against the same runs of {c.head}: {n}. One that does nothing is called better or "
-                  f"worse with probability {alpha:g} at most, one of {n} with up to {1 - (1 - alpha) ** n:.2f}.")
-    pages.write(out / "edit.md", [*blocks, textwrap.indent((out / "edit.diff").read_text(), "    ")], out / "edit.png")
+    tried = (f"Edits tried against the same runs of {c.head}: {n}. One that does nothing is called better or worse "
+             f"with probability {alpha:g} at most, one of {n} with up to {1 - (1 - alpha) ** n:.2f}.")
+    diff = textwrap.indent((out / "edit.diff").read_text(), "    ")
+    pages.write("Did the edit help?", pages.Page(sentences, [pages.listed(notes)], panels, [tried, diff]), out / "edit")
+
+
+def training(c, size, n):
+    """Panels: the training losses of n pairs, and their difference with two standard errors."""
+    logs = [[read_log(c.folder / c.cell(name, seed).name, "train") for seed in range(1, n + 1)]
+            for name in (c.head, c.edit)]
+    lines = min(len(log) for of in logs for log in of)  # a damaged log has fewer
+    losses = np.array([[[e["train_loss"] for e in log[:lines]] for log in of] for of in logs], float)
+    width = max(1, losses.shape[-1] // 16)  # of a running mean: a line has one step's loss
+    losses = np.apply_along_axis(np.convolve, -1, losses, np.ones(width) / width, "valid")
+    tokens = [e["tokens"] for e in logs[0][0][:lines]][width - 1:]
+    change = losses[1] - losses[0]
+    mean = change.mean(0)
+    error = 2 * change.std(0, ddof=1) / np.sqrt(n)
+    curves = [Curve(name, name, tokens, of.mean(0)) for name, of in zip((c.head, c.edit), losses, strict=True)]
+    return [Panel(f"{size}: training loss", "tokens", "nats", curves),
+            Panel(f"{size}: {c.edit} minus {c.head}, +- 2 standard errors", "tokens", "nats",
+                  [Curve(c.edit, "", tokens, mean, mean - error, mean + error)])]
 
 
 def changes(head, edit, head_files, edit_files):

@@ -1,6 +1,5 @@
 """Figures: panels of curves with intervals, side by side, in one style and with one colour per family."""
 
-import contextlib
 import itertools
 import math
 from dataclasses import dataclass
@@ -68,6 +67,11 @@ def in_words(panel):
 
 def draw(panels, path, style=None):
     """Draw the panels, three or fewer beside each other, to a file; style: a .mplstyle file applied over STYLE."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     colours = {family: colour for family, (_, colour) in LOOKS.items()}
     spare = itertools.cycle(SPARE)
     for panel in panels:
@@ -77,7 +81,10 @@ def draw(panels, path, style=None):
     columns = 2 if len(panels) == 4 else min(len(panels), 3)
     rows = math.ceil(len(panels) / columns)
     most = max(len(panel.curves) for panel in panels)
-    with figure(path, rows, columns, 5.2, max(3.4, 0.26 * most), style, layout="constrained") as (_, grid):
+    height = max(3.4, 0.26 * most)
+    with plt.style.context([STYLE, *([str(style)] if style else [])]):
+        drawn, grid = plt.subplots(rows, columns, figsize=(5.2 * columns, height * rows), squeeze=False,
+                                   layout="constrained")
         for axes, panel in itertools.zip_longest(grid.flat, panels):
             if panel is None:
                 axes.remove()
@@ -86,6 +93,7 @@ def draw(panels, path, style=None):
             for mark in panel.marks:
                 axes.axvline(mark, color="#555555", lw=0.9, ls=(0, (4, 3)))
             (draw_curves if panel.y else draw_lines)(axes, panel, colours)
+        save_figure(drawn, path, dpi=110)
 
 
 def draw_curves(axes, panel, colours):
@@ -121,20 +129,3 @@ def draw_lines(axes, panel, colours):
     for i, curve in enumerate(panel.curves):
         axes.plot([curve.low, curve.high], [-i, -i], color=colours[curve.family], lw=2.2)
         axes.plot(curve.y, [-i] * len(curve.y), "o", color=colours[curve.family], ms=6, alpha=0.7)
-
-
-@contextlib.contextmanager
-def figure(path, rows, columns, width, height, style=None, **layout):
-    """Yields (figure, axes (rows, columns)) with panels of width x height inches, then writes the figure to `path`.
-
-    style: a .mplstyle file applied over STYLE; layout: arguments of plt.subplots.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    with plt.style.context([STYLE, *([str(style)] if style else [])]):
-        drawn, axes = plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False, **layout)
-        yield drawn, axes
-        save_figure(drawn, path, dpi=110)

@@ -559,16 +559,14 @@ def by_cosine(record):
 
 def draw(record, path):
     """Plot what a step of the diagonal form misses, against the cosine of two keys."""
-    with figures.figure(path, 1, 1, 7, 4.4, layout="tight") as (_, ((axes,),)):
-        for (N, writes), missed in sorted(by_cosine(record).items()):
-            if N > 1:  # for N = 1 Eq. 7 is Eq. 6
-                style = "o-" if writes < 0.5 else "s--"
-                axes.plot(COSINES, missed, style, ms=4, label=f"N = {N}, {writes:.2f} written")
-        axes.axhline(1, color="black", lw=0.5)
-        axes.set(xlabel="cosine of two keys, about", ylabel="share of Eq. 5's decrease that is missed",
-                 ylim=(-0.02, 1.3), title="what a step of Eq. 7 misses (1: as good as no step), float64, "
-                 f"{record['date'][:10]}")
-        axes.legend(fontsize=8, ncol=2, loc="upper left", frameon=False)
+    curves = []
+    for (N, writes), missed in sorted(by_cosine(record).items()):
+        if N > 1:  # for N = 1 Eq. 7 is Eq. 6
+            label = f"N = {N}, {writes:.2f} written"
+            curves.append(figures.Curve(label, label, COSINES, missed))
+    panel = figures.Panel(f"what a step of Eq. 7 misses (1: no step), float64, {record['date'][:10]}",
+                          "cosine of two keys, about", "share of Eq. 5's decrease that is missed", curves)
+    figures.draw([panel], path)
 
 
 # ----------------------------------------------------------------------------------------------------------------- main

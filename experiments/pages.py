@@ -137,27 +137,28 @@ def left_out(runs):
 
 # ---------------------------------------------------------------------------------------------------------------- files
 
-def write(path, blocks, picture=None):
-    """Write blocks of Markdown to `path` (.md), and the same page as .html with the picture (a .png that the blocks
-    show) embedded. Returns {kind: path}."""
+def write(title, page, out, style=None):
+    """Write a Page as `out`.md, the same with its figure inside as .html, and the figure as .png; style: see
+    figures.draw. Returns {kind: path}."""
     from markdown_it import MarkdownIt
 
+    paths = {kind: Path(f"{out}.{kind}") for kind in ("md", "html")}
+    picture = ""
+    if page.panels:
+        paths["png"] = Path(f"{out}.png")
+        figures.draw(page.panels, paths["png"], style)
+        alt = escaped("; ".join(map(figures.in_words, page.panels)))
+        picture = f"![{alt}]({quote(paths['png'].name)})"
+    blocks = [f"# {title}", *map(bold, page.sentences), *page.above, picture, *page.below]
     text = "\n\n".join(filter(None, blocks)) + "\n"
-    path = Path(path)
-    page = path.with_name(f"{path.name.removesuffix('.md')}.html")
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)  # tags in records stay text
-    title = re.sub("<[^>]+>", "", body.split("\n")[0])
     if picture:
-        inline = base64.b64encode(Path(picture).read_bytes()).decode()
+        inline = base64.b64encode(paths["png"].read_bytes()).decode()
         body = re.sub('<img src="[^"]*"', f'<img src="data:image/png;base64,{inline}"', body)
-    path.write_text(text, encoding="utf-8")
-    page.write_text(HTML.format(title=title, body=body), encoding="utf-8")
-    return {"md": path, "html": page}
-
-
-def shown(picture, alt):
-    """The Markdown that shows a picture in the page's folder."""
-    return f"![{escaped(alt)}]({quote(Path(picture).name)})"
+    paths["md"].write_text(text, encoding="utf-8")
+    heading = re.sub("<[^>]+>", "", body.split("\n")[0])
+    paths["html"].write_text(HTML.format(title=heading, body=body), encoding="utf-8")
+    return paths
 
 
 def report(kind, title, page_of, source, out=None, accept_code=(), style=None):
@@ -189,13 +190,8 @@ def report(kind, title, page_of, source, out=None, accept_code=(), style=None):
     for name, rows in page.csv.items():
         paths[name] = out.with_name(f"{name}.csv")
         rows.to_csv(paths[name], index=False)
-    picture = ""
-    if page.panels:
-        paths["png"] = Path(f"{out}.png")
-        figures.draw(page.panels, paths["png"], style)
-        picture = shown(paths["png"], "; ".join(map(figures.in_words, page.panels)))
+    page.above = [escaped(origin(runs)), *page.above]
+    page.below = [*page.below, *code(runs), left_out(runs)]
     for sentence in page.sentences:
         print(sentence)
-    blocks = [f"# {title}", *map(bold, page.sentences), escaped(origin(runs)), *page.above, picture, *page.below,
-              *code(runs), left_out(runs)]
-    return paths | write(f"{out}.md", blocks, paths.get("png"))
+    return paths | write(title, page, out, style)

@@ -492,10 +492,10 @@ def set_losses(folder, names, family, loss):
 
 
 def test_a_row_per_budget_and_where_the_curves_cross(told):
-    """Longhorn is .04 above Mamba at 256 steps, .01 at 512 and .02 below at 1024: -.03 nats per doubling."""
+    """Longhorn is .04 above Mamba at 256 steps, .01 at 512 and .01 below at 1024: -.025 nats per doubling."""
     level = {1001: 0.001, 1002: -0.002, 1003: 0.0015}
     of_law = functools.partial(law, "mamba", 460_000)
-    above = {256: 0.04, 512: 0.01, 1024: -0.02}
+    above = {256: 0.04, 512: 0.01, 1024: -0.01}
 
     def damage(folder, names):
         set_losses(folder, names, "mamba", lambda steps, seed: of_law(steps * BATCH) + level[seed])
@@ -505,16 +505,16 @@ def test_a_row_per_budget_and_where_the_curves_cross(told):
     rows = tables["pairs"]
     assert [(r["budget"], r["seeds"], r["is_main"]) for r in rows] == [
         (256 * BATCH, 2, False), (512 * BATCH, 2, False), (1024 * BATCH, 3, True)]
-    assert [r["mean"] for r in rows] == pytest.approx([0.04, 0.01, -0.02], abs=1e-3)
+    assert [r["mean"] for r in rows] == pytest.approx([0.04, 0.01, -0.01], abs=1e-3)
     crossing = float(rows[2]["crossings"].removesuffix("K")) * 1e3
-    assert crossing == pytest.approx(512 * BATCH * 2 ** (1 / 3), rel=0.02)
-    assert rows[2]["trend"] == pytest.approx(-0.03, abs=1e-3) and f" {rows[2]['crossings']} | -0.0300 (" in text
+    assert crossing == pytest.approx(512 * BATCH * 2**0.5, rel=0.03)
+    assert rows[2]["trend"] == pytest.approx(-0.025, abs=1e-3) and f" {rows[2]['crossings']} | -0.0250 (" in text
     for d in rows:  # the SE that is shown is the one that is used
         assert d["se"] ** 2 == pytest.approx(d["seeds_se"] ** 2 + d["documents_se"] ** 2 + d["rates_se"] ** 2)
         assert d["high"] - d["mean"] == pytest.approx(d["se"] * stats.t.ppf(0.975, d["df"]))
         assert d["rates_se"] > 0 and f"{d['se']:.4f} ({d['df']:.0f})" in text
     rise = of_law(1024 * BATCH / 1.8) - of_law(1024 * BATCH)  # without what was added
-    assert rows[2]["of_claim"] == pytest.approx(rise + 0.025, abs=0.01)
+    assert rows[2]["of_claim"] == pytest.approx(rise + 0.017, abs=0.008)
     assert "1.8 times Mamba's sample efficiency" in text and f"{-rows[2]['of_claim']:.3f} nats at 460K" in text
 
 
