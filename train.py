@@ -117,8 +117,9 @@ def train(config, model, data, evaluate, schedule=None):
             is called after each optimiser step. What after_step changes, such as an average of the weights, must be in
             state_dict() to survive a resume: in a registered buffer, or through get_extra_state and set_extra_state as
             in experiments/vision/classify.py. A plain attribute is lost.
-        data: micro_batches(step, rank, world_size, micro_batch_size) yields (x, y, weight), weights adding up to 1;
-            sequences_per_step, identity, meta, derived() for the records; check_unchanged() (see TokenData).
+        data: micro_batches(step, rank, world_size, micro_batch_size) yields (x, y, weight), the micro-batch's share of
+            the step's targets (those that are not -1; each has one) times the processes; sequences_per_step,
+            identity, meta, derived() for the records; check_unchanged() (see TokenData).
         evaluate: (model, final) -> {"val_loss": nats, ...}; all other metrics are logged, the final ones also go to
             result.json. "stop": True ends the run after this step. With eval_tasks_interval also
             evaluate.tasks(model) -> scores (see Evaluate).

@@ -17,6 +17,7 @@ import ctypes
 import datetime
 import functools
 import gc
+import math
 import os
 import platform
 import shlex
@@ -341,17 +342,38 @@ def fits(model, config, data, parameters, reserved_bytes):
 
 
 def micro_batches(forward, config, data, step):
-    """Yields this process's (x, y, weight). Only the backward of the last one averages gradients over processes."""
+    """Yields this process's (x, y, weight). Only the backward of the last one averages gradients over processes. Raises
+    ConfigError after the first step if weights are no shares."""
     batches = iter(data.micro_batches(step, rank(), world_size(), config.micro_batch_size))
-    batch = next(batches)
+    batch, shares = next(batches), []
     while batch is not None:
         following = next(batches, None)
+        if step == 0:
+            shares.append((batch[2], targets_in(batch[1]) if batch[2] else 0, batch[0].device))
         if config.parallel == "hsdp":  # shards are summed after every micro-batch: whole gradients would be large
             forward.set_requires_all_reduce(following is None)
         elif config.parallel == "ddp" and world_size() > 1:
             average_gradients(forward, following is None)
         yield batch
         batch = following
+    if step == 0:
+        check_shares(shares)
+
+
+def targets_in(y):
+    """Of integers those that are not -1; else rows."""
+    integers = torch.is_tensor(y) and not y.is_floating_point()
+    return int((y != -1).sum()) if integers else len(y)
+
+
+def check_shares(shares):
+    """shares: (weight, targets, device) of this process's micro-batches. Raises ConfigError for a wrong weight."""
+    counted = torch.tensor(float(sum(targets for _, targets, _ in shares)))
+    total = float(sum_over_ranks(counted, shares[0][2]))
+    for weight, targets, _ in shares:
+        if not math.isclose(weight, targets * world_size() / max(total, 1), rel_tol=1e-3):
+            raise ConfigError(f"micro_batches: the weight of {targets} targets is {weight:g}, of {total:g} in the step "
+                              f"on {world_size()} processes: weight them by targets x processes / targets in the step")
 
 
 def autocast(config, device):

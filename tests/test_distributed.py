@@ -3,6 +3,7 @@
     python -m pytest tests/test_distributed.py
 """
 
+import contextlib
 import functools
 import os
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from faults import LONG_FORM
 from helpers import TINY, arguments, events, losses, record, refuse, saved, state, stops_at, succeed, write_data
 
 import train
+from common.errors import ConfigError
 from model import LM
 from runtime import checkpoint, distributed
 from runtime.folder import Folder
@@ -139,6 +141,18 @@ def test_what_several_processes_cannot_do_gets_one_line(launch, data, out, chang
 
 def test_one_process_cannot_be_sharded(data, out):
     refuse(arguments(data, out, parallel="fsdp"), "parallel=fsdp needs several processes", "torchrun")
+
+
+@pytest.mark.parametrize("weights, right", [((0.75, 0.25), True), ((0.5, 0.5), False), ((1.5, 0.5), False)])
+def test_weights_are_shares_of_the_targets(weights, right):
+    """Three of the four targets are in the first micro-batch."""
+    batches = [(torch.zeros(1, 4), torch.tensor([y]), w) for y, w in zip(([5, -1, 0, 2], [-1, -1, 1, -1]), weights,
+                                                                         strict=True)]
+    data = SimpleNamespace(micro_batches=lambda *args: batches)
+    config = SimpleNamespace(parallel="ddp", micro_batch_size=1)
+    assert len(list(distributed.micro_batches(None, config, data, 1))) == 2
+    with contextlib.nullcontext() if right else pytest.raises(ConfigError, match="weight of 3 targets .* of 4 in"):
+        list(distributed.micro_batches(None, config, data, 0))
 
 
 @pytest.mark.parametrize("recompute, forwards", [("none", [1, 1, 1]), ("block", [2, 2, 2]), ("every_other", [2, 1, 2])])
