@@ -35,16 +35,6 @@ Threads = Annotated[int, Range(1, 16 * (os.cpu_count() or 1))]
 
 # ---------------------------------------------------------------------------------------------------- inputs and errors
 
-def check_numbers(parser, args, *names):
-    """Exit with an argparse error for a number outside 1 .. a million; None, and seconds (_s) >= 1, are accepted.
-
-    Of threads at most 16 per core: the system refuses more, and OpenMP then ends the process."""
-    for name in names:
-        value, most = getattr(args, name), 16 * (os.cpu_count() or 1) if name == "threads" else 10**6
-        if value is not None and not 1 <= value <= (math.inf if name.endswith("_s") else most):
-            parser.error(f"--{name}={value:g}: must be at least 1, and at most {most:,}")
-
-
 def make_inputs(B, T, D, N, dtype, extras=True, device="cpu", key=1.0, logit=None):
     """Random arguments of longhorn_scan by name: x, dt (B, T, D) and k, q (B, T, N) in `dtype`.
 

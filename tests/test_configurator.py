@@ -255,6 +255,23 @@ experiments/edit_simulation.py a b               unexpected argument 'b'
 experiments/law.py                               give the sweep: a sweep's folder, or a file that --save wrote
 experiments/law.py a --draws=0                   draws 0 must be at least 1
 experiments/law.py none llama --least=-1         least -1.0 must be above 0
+experiments/sweep.py all                         the first argument must be one of duel, laptop,
+experiments/sweep.py laptop --seed=3             --seed=3: the sweep sets seed
+experiments/sweep.py laptop gla --wandb          unknown key '--wandb'
+experiments/sweep.py laptop --learning_rat=1 --dry-run   did you mean '--learning_rate'
+experiments/sweep.py report nowhere              no sweep
+experiments/sweep.py laptop --nproc=0            nproc 0 must be at least 1
+experiments/sweep.py laptop --budgets=0          budgets 0 must be at least 1
+experiments/sweep.py laptop --budgets=28.5       --budgets=28.5: expected a whole number
+experiments/sweep.py laptop --jobs=-1            jobs -1 must be at least 0
+experiments/sweep.py laptop --cluster=pbs        slurm, ray or ray:HOST:PORT
+experiments/sweep.py laptop --cluster_args=partition=gpu   slurm, ray
+experiments/sweep.py laptop --cluster=slurm --cluster_args=gpu   key=value
+experiments/recall/mqar.py report --x=1          unknown key '--x'
+experiments/recall/mqar.py report                give the folder: of the sweep
+experiments/extrapolation.py run --preset=phone  expected one of laptop, steps, gpu
+experiments/vision/sweep.py run --config=imagenet   expected one of digits, cifar, tiny
+experiments/edit.py --minutes=nan                --minutes=nan: expected a finite number
 experiments/objectives.py --seed=-1              seed -1 must be at least 0
 experiments/objectives.py --add=none.py          none.py: No such file or directory
 experiments/objectives.py --add a.py --save      --save with --add: results/ is only for
