@@ -340,32 +340,34 @@ def analyse(families, targets=None, least=MB, draws=200, seed=0):
     """
     rng = np.random.default_rng(seed)
     first, *others = families
+    parts = {name: since(family, least) for name, family in families.items()}
     found = {}
+    smallest = dict.fromkeys(families, math.inf)  # misfit of a form: of the curves, which have none
     for form in FORMS:
         fits = {}
-        for name, family in families.items():
-            part = since(family, least)
-            fitted = fit_family(part, form)
-            fits[name] = part, fitted, misfit(part, form, fitted), log_law(fitted, part.N[:, None], part.D)
+        beyond = {}
+        for name, part in parts.items():
+            fits[name] = fit_family(part, form)
+            beyond[name] = misfit(part, form, fits[name])
+            smallest[name] = min(smallest[name], beyond[name])
         for _ in range(draws):
-            drawn = {}  # this sweep's log L
             refits = {}
-            values = {}
-            for name, family in families.items():
-                part, fitted, beyond, exact = fits[name]
-                off = again(rng, family, beyond)
-                drawn[name] = family.log_L.mean(0) + off
-                refitted = fit_family(part, form, exact + off[:, -len(part.D):], fitted)
-                refits[name] = refitted
-                values |= {f"{name} E": refitted.E, f"{name} alpha": refitted.alpha,
-                           f"{name} a": allocation(refitted, part)}
+            for name, part in parts.items():
+                log_L = log_law(fits[name], part.N[:, None], part.D) + again(rng, part, beyond[name])
+                refits[name] = fit_family(part, form, log_L, fits[name])
+                add(found, name, E=refits[name].E, alpha=refits[name].alpha, a=allocation(refits[name], part))
                 for N, D in (targets or {}).get(name, ()):
-                    values[f"{name} {N:.0f} {D:.0f}"] = one_more(rng, part, refitted, beyond, N, D)
+                    log_L = one_more(rng, part, refits[name], beyond[name], N, D)
+                    add(found, name, **{f"{N:.0f} {D:.0f}": log_L})
             for name in others:
-                budgets = fits[name][0].D
-                read = ratios(families[first], families[name], drawn[first], drawn[name], budgets)
-                read |= compute_ratio(fits[first][0], fits[name][0], refits[first], refits[name])
-                values |= {f"{name} {key}": value for key, value in read.items()}
-            for key, value in values.items():
-                found.setdefault(key, []).append(value)
+                add(found, name, **compute_ratio(parts[first], parts[name], refits[first], refits[name]))
+    for _ in range(draws):
+        log_L = {name: family.log_L.mean(0) + again(rng, family, smallest[name]) for name, family in families.items()}
+        for name in others:
+            add(found, name, **ratios(families[first], families[name], log_L[first], log_L[name], parts[name].D))
     return {key: np.nanquantile(values, QUANTILES).tolist() for key, values in found.items()}
+
+
+def add(found, name, **values):
+    for key, value in values.items():
+        found.setdefault(f"{name} {key}", []).append(value)
