@@ -380,6 +380,7 @@ def wrong(name, a, backend="", only=None, slack=None, run=None, true=None, toler
     row = OPERATORS[name]
     run, true = run or functools.partial(row.run, backend=backend), true or row.true
     got = graded(lambda **a: row.seen(run(**a, **how)), a, only)
+    assert got["y"].dtype == a["x" if "x" in a else "v"].dtype
     want = graded(lambda **a: row.seen(true(**a, **how)), double(a), only)
     # a parameter's gradient is a sum over batch and time, where terms may cancel and their rounding errors do not; what
     # is left of a state after a long time is as small as one likes
