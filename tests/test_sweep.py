@@ -538,6 +538,8 @@ def test_a_law_and_what_follows_it(tmp_path, pretend):
     on_line = {size: math.exp(at_1) * width**slope for size, width in (("60K", 40), ("250K", 96))}
     assert rates == pytest.approx(best | on_line, rel=3e-3)
     assert runner.read_plan(tmp_path)["slopes"]["llama"]["slope"] == pytest.approx(slope)
+    searches = {(at["size"], at["steps"]) for at in planned(tmp_path, "search").values()}
+    assert searches == {("130K", 2048), ("460K", 2048), ("1.5M", 1024)}
     ran.clear()
     assert run("law_half") == 0 and len(ran) == 2 * 2 and all("460K_rate_2_" in name for name in ran)
     assert {at["learning_rate"] for at in planned(tmp_path, "seed").values() if at["size"] == "460K rate/2"} == {2e-3}
