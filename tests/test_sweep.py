@@ -323,6 +323,7 @@ def test_the_law_is_a_family_and_size_after_the_other():
         assert [(c.at["seed"], c.at["steps"] / 1024) for c in group] == list(itertools.product(seeds, budgets[::-1]))
         config = sweep.load(group[0].argv)
         assert (config.dtype, config.final_eval_tokens, config.eval_block_size) == ("float32", 0, 0)
+    assert preset.size("retnet", "60K").seeds == 4 and preset.size("mamba", "60K").others[0] == 256
     trained = [c.at["steps"] - c.at["from"] for c in groups[0][1][:7]]
     assert trained == [16384, 1638, 819, 410, 205, 102, 51]
     for size in ("60K", "130K", "250K"):  # the families are of a size
