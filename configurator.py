@@ -27,21 +27,19 @@ import builtins
 import contextlib
 import dataclasses
 import difflib
-import inspect
 import math
 import numbers
 import os
 import re
 import shlex
-import shutil
 import sys
-import textwrap
 import traceback
 import types
 import typing
 from pathlib import Path
 from typing import Annotated
 
+from common import program_help
 from common.errors import ConfigError, regular
 
 KINDS = {int: "a whole number (int)", float: "a finite number (float)", bool: "true or false (bool)",
@@ -244,11 +242,11 @@ class Reader:
     def finish(self, usage, about, **more):
         """The dataclass with the values, `overrides` and further attributes; or the help, if it is asked for."""
         if self.help_asked:
-            self.print_help(usage, about)
+            program_help.show(usage, about, self)
             raise SystemExit(0)
-        meanings, _ = _comments(self.config_class)
         for key in self.needed:
             if key not in self.overrides:
+                meanings, _ = program_help.comments(self.config_class)
                 raise ConfigError(f"give the {key}: {meanings[key]}; --help lists all keys")
         try:
             config = self.config_class(**self.values)
@@ -258,54 +256,6 @@ class Reader:
             setting.check(name, getattr(config, name))
         vars(config).update(overrides=self.overrides, **more)  # works for frozen dataclasses too
         return config
-
-    def print_help(self, usage, about):
-        """Print the usage, what it is about, and a line per setting."""
-        others = "; " + self.config_class.OTHERS if hasattr(self.config_class, "OTHERS") else ""
-        print(f"usage: {usage} [--key=value ...]{others}\n\n{about.strip()}")
-        meanings, headings = _comments(self.config_class)
-        width = max(shutil.get_terminal_size().columns, 80)
-        print(end="" if headings else "\n")
-        for key, setting in self.settings.items():
-            if key in headings:
-                print(f"\n{headings[key]}:")
-            name = key if key in self.places else f"--{key}"
-            kind = "choice" if setting.choices else setting.kind.__name__
-            if setting.many:
-                kind += " ..." if setting.many is list else ",..."
-            value = self.values[key]
-            shown = "-" if value in (None, (), dataclasses.MISSING) else str(value) or "''"
-            left = f"  {name:21}  {kind:6}  {shown:11}  "
-            one_of = f"(one of {', '.join(setting.choices)})" if setting.choices else ""
-            text = f"{left}{meanings.get(key, '')} {one_of}"
-            print(textwrap.fill(text.rstrip(), width, subsequent_indent=" " * 46, break_on_hyphens=False))
-
-
-def _comments(config_class):
-    """{field: the comment at the end of its line, and below} and {field: the `# --- heading` above it}; base classes
-    first."""
-    meanings, headings = {}, {}
-    for cls in reversed(config_class.__mro__):
-        field = heading = None
-        try:
-            lines = textwrap.dedent(inspect.getsource(cls)).splitlines()
-        except (OSError, TypeError):  # built in, or typed at a prompt: no source to read
-            continue
-        for line in lines:
-            statement = re.match(r"    (\w+)(:?)", line)  # a field, or the end of the one before
-            if line.strip().startswith("# ---"):
-                heading = line.strip("#- ")
-            elif statement:
-                field = statement[1] if statement[2] else None
-                if field and heading and field not in meanings:  # a redefined field keeps the base class's heading
-                    headings[field] = heading
-                    heading = None
-            comment = re.search(r"  # ((?!---).*)$", line)
-            if field and statement:
-                meanings[field] = comment[1] if comment else meanings.get(field, "")
-            elif field and comment:
-                meanings[field] += " " + comment[1]
-    return meanings, headings
 
 
 # --------------------------------------------------------------------------------------------- config files and values

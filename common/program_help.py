@@ -1,0 +1,56 @@
+"""What --help prints of a dataclass of settings: each with the comments of its lines, under their headings."""
+
+import dataclasses
+import inspect
+import re
+import shutil
+import textwrap
+
+
+def show(usage, about, reader):
+    """Print the usage, what it is about, and a line per setting of a configurator.Reader."""
+    others = "; " + reader.config_class.OTHERS if hasattr(reader.config_class, "OTHERS") else ""
+    print(f"usage: {usage} [--key=value ...]{others}\n\n{about.strip()}")
+    meanings, headings = comments(reader.config_class)
+    width = max(shutil.get_terminal_size().columns, 80)
+    print(end="" if headings else "\n")
+    for key, setting in reader.settings.items():
+        if key in headings:
+            print(f"\n{headings[key]}:")
+        name = key if key in reader.places else f"--{key}"
+        kind = "choice" if setting.choices else setting.kind.__name__
+        if setting.many:
+            kind += " ..." if setting.many is list else ",..."
+        value = reader.values[key]
+        shown = "-" if value in (None, (), dataclasses.MISSING) else str(value) or "''"
+        left = f"  {name:21}  {kind:6}  {shown:11}  "
+        one_of = f"(one of {', '.join(setting.choices)})" if setting.choices else ""
+        text = f"{left}{meanings.get(key, '')} {one_of}"
+        print(textwrap.fill(text.rstrip(), width, subsequent_indent=" " * 46, break_on_hyphens=False))
+
+
+def comments(config_class):
+    """{field: the comment at the end of its line, and below} and {field: the `# --- heading` above it}; base classes
+    first."""
+    meanings, headings = {}, {}
+    for cls in reversed(config_class.__mro__):
+        field = heading = None
+        try:
+            lines = textwrap.dedent(inspect.getsource(cls)).splitlines()
+        except (OSError, TypeError):  # built in, or typed at a prompt: no source to read
+            continue
+        for line in lines:
+            statement = re.match(r"    (\w+)(:?)", line)  # a field, or the end of the one before
+            if line.strip().startswith("# ---"):
+                heading = line.strip("#- ")
+            elif statement:
+                field = statement[1] if statement[2] else None
+                if field and heading and field not in meanings:  # a redefined field keeps the base class's heading
+                    headings[field] = heading
+                    heading = None
+            comment = re.search(r"  # ((?!---).*)$", line)
+            if field and statement:
+                meanings[field] = comment[1] if comment else meanings.get(field, "")
+            elif field and comment:
+                meanings[field] += " " + comment[1]
+    return meanings, headings
