@@ -27,6 +27,7 @@ import builtins
 import contextlib
 import dataclasses
 import difflib
+import functools
 import math
 import numbers
 import os
@@ -108,6 +109,13 @@ class Setting:
                 raise ConfigError(f"{name} {number} must be {limit}{default}")
 
 
+@functools.cache
+def settings(config_class):
+    """{field: Setting} of a dataclass."""
+    kinds = typing.get_type_hints(config_class, include_extras=True)
+    return {field.name: Setting(kinds[field.name], field.default) for field in dataclasses.fields(config_class)}
+
+
 # ------------------------------------------------------------------------------------------------------- command lines
 
 def load(config_class, argv, prog=None):
@@ -184,11 +192,9 @@ class Reader:
     def __init__(self, config_class, argv):
         self.config_class, self.argv = config_class, list(argv)
         self.help_asked = "--help" in argv or "-h" in argv
-        kinds = typing.get_type_hints(config_class, include_extras=True)
-        self.settings, self.values, self.overrides = {}, {}, {}
-        for field in dataclasses.fields(config_class):
-            self.settings[field.name] = Setting(kinds[field.name], field.default)
-            self.values[field.name] = field.default
+        self.settings = settings(config_class)
+        self.values = {name: setting.default for name, setting in self.settings.items()}
+        self.overrides = {}
         self.needed = [key for key, value in self.values.items() if value is dataclasses.MISSING]
         self.places = [*self.needed, *getattr(config_class, "ARGUMENTS", ())]  # keys of arguments without a key
 
