@@ -155,9 +155,10 @@ def running_branches(model):
     """A model's branches in every place where they stand, without those of an average of weights; [] if it is not an
     LM."""
     left_out = averages(model)
+    branches = {branch for _, branch in model.branches()} if hasattr(model, "branches") else ()  # any model.py
     running = []
     for _, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, Branch) and module not in left_out:
+        if module in branches and module not in left_out:
             running.append(module)
     return running
 
