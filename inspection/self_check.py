@@ -281,6 +281,7 @@ TABLE = (
     Row(DOCUMENT, EVALUATES, Side(each_document, "eval"), "packed"),
     Row(STATES, Side(as_sampled, "eval"), EVALUATES, "state last_only"),
     Row(STATES, Side(through_state, "eval", graded=True), EVALUATES._replace(graded=True), "state"),
+    Row(GRADED, EVALUATES, EVALUATES._replace(graded=True), "state", LOGITS),
 )
 IN_16_BITS = (
     Row(OPERATORS._replace(least=LEAST, factor=ROUNDING), ROUNDED_LOSS, EXACT, usual=(ROUNDED_PLAIN, EXACT)),

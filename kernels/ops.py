@@ -232,9 +232,10 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, reverse=False, ba
     _check_conv(x, weight, bias, state)
     x = x.to(choose.compute_dtype(x))
     W = weight.shape[1]
-    in_eights = all(n % 8 == 0 for n in (x.shape[2], *x.stride()[:2]))
-    if backend == "fused" and (state is not None or not 2 <= W <= 4 or not in_eights):
-        backend = None
+    if backend == "fused":  # asked for here alone: torch.compile may not know a stride as a number
+        in_eights = all(n % 8 == 0 for n in (x.shape[2], *x.stride()[:2]))
+        if state is not None or not 2 <= W <= 4 or not in_eights:
+            backend = None
     cannot = f"the kernels take convolutions up to width {build.MAX_WIDTH}" if W > build.MAX_WIDTH else None
     chosen = choose.choose("causal_conv1d", backend, x.device.type, x.dtype, cannot)
     packed = documents_of(x)
