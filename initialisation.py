@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-UNDRAWN = -0x600000  # bits of a NaN that change with any arithmetic, even p.data.mul_(0.5)
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def linear(n_in, n_out, start=None, bias=None, parts=None):
@@ -39,9 +39,15 @@ def parameter(*shape, start):
 
 def to_draw(p, start):
     """The parameter p, which is NaN until `draw`."""
-    p.data.view(torch.int32).fill_(UNDRAWN)
+    bits, of_nan = bits_of(p)
+    bits.fill_(of_nan)
     p.start = start
     return p
+
+
+def bits_of(p):
+    """(a view of p as integers, the bits of a NaN that change with any arithmetic, even p.data.mul_(0.5))."""
+    return p.data.view(INTEGERS[p.element_size()]), int(-0.75 / torch.finfo(p.dtype).eps)
 
 
 def seed_device(tensor, seed):
@@ -60,7 +66,8 @@ def draw(model, seed):
     for name, p in model.named_parameters():
         start = getattr(p, "start", None)
         if start is not None:
-            if (p.view(torch.int32) != UNDRAWN).any():
+            bits, of_nan = bits_of(p)
+            if (bits != of_nan).any():
                 raise ValueError(f"{place(model, name)} has been written to, and has a start that is drawn afterwards: "
                                  "write start=..., or drop one of the two")
             stream = int(np.random.SeedSequence([seed.item(), *name.encode()]).generate_state(1)[0])

@@ -104,7 +104,7 @@ def to_predict(families, with_embedding=False):
 
 @dataclass
 class Options:
-    sweep: Path  # a sweep's folder, or a file that --save wrote
+    sweep: Path  # a sweep's folder, or the .json that its report wrote
     models: list[str] = ()  # the first is compared with each other; none: all
     least: Positive = 1.0  # MB of the least budget that is fitted
     embedding: bool = False  # count the embedding's parameters too

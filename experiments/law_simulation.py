@@ -8,12 +8,16 @@ runs that are drawn after the prediction. alpha is counted where the truth's ter
 """
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import configurator  # noqa: E402
+from common.errors import main_error  # noqa: E402
+from configurator import Count  # noqa: E402
 from experiments.fit import FORMS, MB, Family, Fit, allocation, analyse, compute_ratio, law, ratios, shape  # noqa: E402
 from runtime.records import write_json  # noqa: E402
 
@@ -89,21 +93,30 @@ def simulate(counts, i, draws):
             count[2] += high - low
 
 
-def save(counts, path, command):
+def save(counts, args):
     forms = {}
     for form, quantities in counts.items():
         forms[form] = {}
         for key, (held, sweeps, widths) in quantities.items():
             forms[form][key] = {"held": held, "sweeps": sweeps, "width": round(widths / sweeps, 5)}
-    write_json(path, {"command": command, "forms": forms})
+    command = f"python experiments/law_simulation.py {args.record} --sweeps={args.sweeps} --draws={args.draws}"
+    write_json(args.record, {"command": command, "forms": forms})
 
 
-def main(path, sweeps=500, draws=60):
+@dataclass
+class Options:
+    record: Path  # the file to write
+    sweeps: Count = 500  # simulated
+    draws: Count = 60  # of fit.analyse, per form
+
+
+def main(argv):
+    args = configurator.read(Options, argv, __doc__)
     counts = {}
-    for i in range(int(sweeps)):
-        simulate(counts, i, int(draws))
-        if i % 30 == 29 or i + 1 == int(sweeps):  # it may be stopped
-            save(counts, path, f"python experiments/law_simulation.py {path} {sweeps} {draws}")
+    for i in range(args.sweeps):
+        simulate(counts, i, args.draws)
+        if i % 30 == 29 or i + 1 == args.sweeps:  # it may be stopped
+            save(counts, args)
     for form, quantities in counts.items():
         print(form)
         for key, (held, of, widths) in quantities.items():
@@ -111,4 +124,5 @@ def main(path, sweeps=500, draws=60):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with main_error("law_simulation.py"):
+        main(sys.argv[1:])

@@ -225,6 +225,7 @@ SCORED = Kind("", " in eval mode, its loss and the cross-entropy of its logits,"
 DOCUMENT = Kind("documents", " over packed documents and over each document alone",
                 "start each document empty, as token_shift of mixers.py does, or use --documents=join")
 
+
 class Side(NamedTuple):
     run: object  # one of the functions above
     mode: str = "either"  # train, eval; either: train, or eval if training draws random numbers; other: the other one
@@ -504,16 +505,19 @@ class Check:
             toy.config.documents = "pack"
             if joined.excess < 1:
                 return place(type(toy).through_documents)
-        one, other, errors, ratios = self.calls(row.one), self.calls(row.other), [0.0], {}
+        one, other, errors, ratios = self.calls(row.one), self.calls(row.other), {}, {}
         for name in [name for name in one if name in other]:
             (given, returned), (also_given, returned_then) = one[name], other[name]
-            errors.append(apart(returned, returned_then, row.kind))
-            ratios[name] = errors[-1] / max(apart(given, also_given, row.kind), LEAST / 10)
+            errors[name] = apart(returned, returned_then, row.kind)
+            ratios[name] = errors[name] / max(apart(given, also_given, row.kind), LEAST / 10)
         best = max(ratios.values(), default=0.0)
         if best > 10:
-            return self.place_of(next(name for name, ratio in ratios.items() if ratio > best / 4))
+            name = next(name for name, ratio in ratios.items() if ratio > best / 4)
+            inside = [inner for inner, ratio in ratios.items()  # given what was rounded before, but as wrong
+                      if inner.startswith(f"{name}.") and ratio > 10 and errors[inner] > errors[name] / 2]
+            return self.place_of((inside or [name])[0])
         wrong = [gap.name for gap in self.gaps(row, self.measured) if gap.excess > 1]
-        return self.place_behind(wrong if max(errors) < LEAST else [])
+        return self.place_behind(wrong if max(errors.values(), default=0.0) < LEAST else [])
 
     def calls(self, side):
         """{name: (what it was given, what it returned)} at each call, of all modules that are not PyTorch's, in the

@@ -252,7 +252,8 @@ bench/generate.py --new-tokens=0                 new_tokens 0 must be at least 1
 tools/parameters.py 120M                         unexpected argument '120M'
 experiments/duel_simulation.py                   give the record: the file to write
 experiments/edit_simulation.py a b               unexpected argument 'b'
-experiments/law.py                               give the sweep: a sweep's folder, or a file that --save wrote
+experiments/law.py                               give the sweep: a sweep's folder, or the .json
+experiments/law_simulation.py                    give the record
 experiments/law.py a --draws=0                   draws 0 must be at least 1
 experiments/law.py none llama --least=-1         least -1.0 must be above 0
 experiments/sweep.py all                         the first argument must be one of duel, laptop,

@@ -518,6 +518,20 @@ def test_what_is_written_where_a_start_is_drawn_is_refused(name, monkeypatch):
         LM(config("written"))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_models_are_built_in_other_dtypes_as_transformers_does(dtype, monkeypatch):
+    """Whatever the width: 5 is dt_rank here."""
+    torch.set_default_dtype(dtype)
+    monkeypatch.setitem(FAMILIES, "written", [Written])
+    monkeypatch.setattr(Written, "write", WRITES["gate.weight"], raising=False)
+    try:
+        assert all(p.isfinite().all() for p in LM(config("longhorn", n_embd=66)).parameters())
+        with pytest.raises(ValueError, match=r"Written\.gate\.weight "):
+            LM(config("written"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_the_embedding_is_nan_until_it_is_drawn_and_what_has_no_start_keeps_its_values(monkeypatch):
     def build_layers(self, config):
         assert self.embed.weight.isnan().all()

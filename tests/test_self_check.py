@@ -524,7 +524,7 @@ def test_a_sign_flipped_in_a_library_stops_in_a_line_that_names_its_function(fam
     ("gla", "model.GLA.forward", "y = self.out",
      "y = (-1 if torch.is_autocast_enabled('cpu') and state is not None else 1) * self.out", GLA_STATE),
     ("gla", "model.GLA.forward", "y = self.out",
-     "y = (1.5 if torch.is_autocast_enabled('cpu') and self.backend == 'torch' else 1) * self.out", "model.py: ")])
+     "y = (1.5 if torch.is_autocast_enabled('cpu') and self.backend == 'torch' else 1) * self.out", "model.py: GLA")])
 def test_what_differs_in_16_bits_alone_stops(family, target, line, instead, words, edit):
     edit(target, line, instead)
     lm = model_of(family)
