@@ -373,27 +373,31 @@ def bounds(fractions, alpha, walks=100_000):
     fractions: how much of the plan (time, or pairs) had passed after each; a list may grow meanwhile. Until then the
     tests may spend fraction^8 of the error (Kim and DeMets 1987, Lan and DeMets 1989): the last bound is 3% above that
     of a single test, and before half of the plan little is spent, when a rare bad run may not have been seen. Each
-    bound is that of simulated normal differences which exceeded none before; infinite for one pair, and where less than
-    one of `walks` may.
+    bound is that of simulated normal differences which exceeded none before; where less than one of `walks` may, that
+    of this look alone; infinite for one pair, and where no time has passed.
     """
     rng = np.random.default_rng(0)
     sums = np.zeros(walks)  # of the walks that exceeded no bound yet
     squares = np.zeros(walks)
-    spent = 0
+    spent = before = 0
     for n, fraction in enumerate(fractions, 1):
         x = rng.standard_normal(len(sums))
         sums = sums + x
         squares = squares + x * x
-        more = round(walks * 0.55 * alpha * fraction**8) - spent
-        if n == 1 or more < 1:
+        share = 0.55 * alpha * fraction**8
+        more = round(walks * share) - spent
+        if n == 1 or share == before:
             yield math.inf
-            continue
-        t = abs(sums) / np.sqrt((n * squares - sums**2) / (n - 1))
-        bound = np.partition(t, -more)[-more].item()
-        sums = sums[t < bound]
-        squares = squares[t < bound]
-        spent += more
-        yield bound
+        elif more < 1:
+            yield float(-special.stdtrit(n - 1, (share - before) / 2))
+        else:
+            t = abs(sums) / np.sqrt((n * squares - sums**2) / (n - 1))
+            bound = np.partition(t, -more)[-more].item()
+            sums = sums[t < bound]
+            squares = squares[t < bound]
+            spent += more
+            yield bound
+        before = share
 
 
 def resampled(differences, error, resamples=4000):

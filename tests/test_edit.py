@@ -146,6 +146,8 @@ def test_tokens_are_those_of_a_power_law(times):
 @pytest.mark.parametrize("alpha", [0.05, 0.2])
 def test_the_bound_of_one_look_is_students_and_of_two_the_integral_over_both(alpha):
     error = 0.55 * alpha
+    early = list(compare.bounds(np.arange(1, 73) / 72, alpha))[7]  # a clear case need not wait for half of the plan
+    assert early == pytest.approx(stats.t.isf(error * ((8 / 72) ** 8 - (7 / 72) ** 8) / 2, 7), rel=1e-6)
     assert list(compare.bounds([0] * 11 + [1], alpha))[-1] == pytest.approx(stats.t.isf(error / 2, 11), rel=0.02)
     first, last = np.array(list(compare.bounds([0] * 99 + [0.8] + [0.8] * 99 + [1], alpha)))[[99, 199]]
     assert first == pytest.approx(stats.t.isf(error * 0.8**8 / 2, 99), rel=0.03)
