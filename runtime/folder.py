@@ -237,12 +237,14 @@ class Folder:
             self.manager.on_resume(path, meta)
 
     def check_ranks_agree(self, step):
-        seen = distributed.all_gather((step, self.config.dtype, self.data.identity))
-        if any(of_rank != seen[0] for of_rank in seen):
-            raise ConfigError(
-                f"the ranks disagree about step, dtype or data ({seen}): out_dir and the dataset must be the same on "
-                "every node"
-            )
+        """Raises ConfigError, with the value on each rank, unless all continue one step with one code and data."""
+        ours = {"step": step, "dtype": self.config.dtype, "data": self.data.identity, **records.files_at_start}
+        seen = distributed.all_gather(ours)
+        for name in sorted(set().union(*seen)):
+            values = [of_rank.get(name) for of_rank in seen]
+            if any(value != values[0] for value in values):
+                raise ConfigError(f"the ranks disagree about {name} ({values}): out_dir, the code and the dataset must "
+                                  "be the same on every node")
 
     def is_result_of(self, meta):
         """True if result.json is undamaged and of this checkpoint's run; otherwise it is made again."""

@@ -18,7 +18,7 @@ from helpers import TINY, arguments, events, losses, record, refuse, saved, stat
 import train
 from common.errors import ConfigError
 from model import LM
-from runtime import checkpoint, distributed
+from runtime import checkpoint, distributed, records
 from runtime.folder import Folder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -122,11 +122,21 @@ def reads_other_data(argv):
         [a.replace("/words", "/others") for a in argv] if os.environ["RANK"] == "1" else argv))
 
 
+def runs_other_code(argv):
+    """Rank 1 of a run whose checkouts differ between the machines: it has one more file."""
+    def main(_):
+        if os.environ["RANK"] == "1":
+            records.files_at_start["families/mine.py"] = "0" * 12
+        train.main(argv)
+    distributed.launch("train.py", main)
+
+
 REFUSED = [  # settings of two processes; how they differ from others; words of the line
     ({"parallel": "hsdp"}, {}, "hsdp needs several machines"), ({"parallel": "fsdp"}, {"LM": scalar}, "temperature"),
     ({"parallel": "fsdp", "auto_micro_batch": "true"}, {}, "auto_micro_batch"),
     ({}, {"LM": scalar}, "the loss does not depend on the parameters temperature:"),
-    ({}, {"main": reads_other_data}, "the ranks disagree", "the same on every node")]
+    ({}, {"main": reads_other_data}, "the ranks disagree about data", "the same on every node"),
+    ({}, {"main": runs_other_code}, "the ranks disagree about families/mine.py", "the same on every node")]
 
 
 @pytest.mark.parametrize("changes, how, words", [(changes, how, words) for changes, how, *words in REFUSED])
