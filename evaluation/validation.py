@@ -64,9 +64,10 @@ class Evaluate:
             for x, y, counts in distributed.in_step(batches, device, sharded=self.config.parallel != "ddp"):
                 with distributed.autocast(self.config, device):
                     loss = model(x, y, loss_only=True)[1]
-                if counts:
-                    total[i, 0] += loss.item() * y.numel()
-                    total[i, 1] += y.numel()
+                targets = distributed.targets_in(y)
+                if counts and targets:
+                    total[i, 0] += loss.item() * targets
+                    total[i, 1] += targets
         model.train()
         total = distributed.sum_over_ranks(total, device)
         nats, tokens = total.sum(0).tolist()

@@ -418,6 +418,12 @@ def test_the_validation_loss_is_the_mean_over_its_tokens(data, monkeypatch):
             mean, nats, of = evaluate.loss(lm, by_document(evaluate.windows, tokens))
             assert [mean, evaluate.loss(lm, [evaluate.windows])[0]] == pytest.approx([true] * 2, rel=1e-6)
             assert of == [96, 4] and mean == pytest.approx(np.average(nats, weights=of))
+    ignored = torch.full((1, 8), -1)
+    some = torch.where(val[:, 9:17] % 2 == 0, 5, ignored)
+    batches = [(val[:, :8], ignored), (val[:, :8], val[:, 1:9]), (val[:, 8:16], some)]
+    with mock.patch.object(tokens, "eval_batches", return_value=batches), torch.no_grad():
+        x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        assert evaluate.loss(lm, [evaluate.windows])[0] == pytest.approx(lm(x, y)[1].item(), rel=1e-6)
     assert lm.training
     shorter = train.Evaluate(dataclasses.replace(config, eval_block_size=16), tokens)
     assert shorter.windows[:, 1].tolist() == [16] * 6 + [4] and shorter.final_windows[:, 1].max() == 16
