@@ -244,7 +244,8 @@ def checked(kind, name, at, records, accept_code=()):
         for key in kind.place:
             row[key] = at.get(key, 0)
         if kind.point:
-            same |= in_group(tuple(row[key] for key in kind.point), settings_of_point(kind, config))
+            at_point = {**settings_of_point(kind, config), "parameters": result["parameters"]}
+            same |= in_group(tuple(row[key] for key in kind.point), at_point)
         row["device"] = environment["cpu"] if result["device_name"] == "cpu" else result["device_name"]
         for key in ENVIRONMENT:
             row[key] = environment.get(key) or ""
@@ -354,6 +355,7 @@ def settings_of_point(kind, config):
     from runtime.folder import MAY_CHANGE_ON_RESUME  # late: it imports PyTorch
 
     others = {"seed", "learning_rate", *kind.same, *SAME_AT_A_LENGTH} | MAY_CHANGE_ON_RESUME - {"max_iters"}
+    others |= {SETTING.get(key, key) for key in kind.place}
     return {key: value for key, value in config.items() if key not in others | runner.WITHOUT_EFFECT}
 
 
@@ -376,7 +378,7 @@ KINDS = {
     "scaling": Kind(("model", "size", "stage", "seed", "learning_rate", "steps", "from"), "val_loss", (
         "batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters", "min_lr", "vocab_size",
         "eval_block_size", "eval_tokens", "final_eval_tokens", "dtype", "init_from", "optimizer", "schedule"),
-        of_scaling, positive=("flops", "processes")),
+        of_scaling, ("model", "size"), positive=("flops", "processes")),
     "recall": Kind(("mixer", "T", "n_embd", "learning_rate", "seed"), "accuracy", (
         "vocab_size", "power_a", "train_examples", "test_examples", "epochs", "stop_at", "optimizer", "weight_decay",
         "schedule", "grad_clip", "n_layer", "dtype"), of_recall, ("mixer", "T", "n_embd")),

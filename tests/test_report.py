@@ -71,7 +71,8 @@ def make_run(folder, at, n, loss, gpu):
     tokens = steps * BATCH
     config = {"model": model, "block_size": 256, "vocab_size": 256, "seed": seed, "batch_tokens": BATCH,
               "out_dir": f"out/scaling_laptop/{folder.name}", "max_iters": steps, "learning_rate": at["learning_rate"],
-              "schedule": "cosine" if at["stage"] == "cosine" else "wsd", "optimizer": "adamw", "max_bad_steps": 10}
+              "schedule": "cosine" if at["stage"] == "cosine" else "wsd", "optimizer": "adamw", "max_bad_steps": 10,
+              "n_layer": 2}
     record = {"config": config, "environment": {"code": CODE, "code_files": FILES, "commit": "f" * 40, "torch": "2.13",
                                                 "cpu": "AMD EPYC", "command": "python train.py"},
               "derived": {"parameters": {"embedding": 256 * 64}, "decayed": ["a"]},
@@ -183,6 +184,8 @@ DAMAGE = [  # file; what is set in it, or its new text, or None: it is removed; 
     ("config.json", {"data__identity__val": "ffff"}, "comparable: val data ffff"),
     ("result.json", {"val_tokens": 7}, "not comparable: val_tokens 7"),
     ("config.json", {"config__schedule": "cosine"}, "comparable: schedule"),
+    ("config.json", {"config__n_layer": 3}, "comparable: n_layer 3 where most have 2"),
+    ("result.json", {"parameters": 460_001}, "comparable: parameters 460001 where most have 460000"),
     ("result.json", {"val_document_losses": [math.nan] * 8}, "do not make up its loss"),
     ("config.json", {"config__learning_rate": 1.0}, "another run's records: learning"),
     ("result.json", {"parameters": 0}, "parameters is 0: not a number above 0"),
