@@ -6,22 +6,120 @@
 import ctypes
 import functools
 import inspect
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
-from operators import BF16, F16, OPERATORS, graded, inputs, packed, timed, what_autograd_keeps, wrong
+import torch.nn.functional as F
+import transformers
+from helpers import ROOT
+from operators import BF16, F16, F64, OPERATORS, graded, inputs, packed, timed, what_autograd_keeps, wrong
+from transformers.models.mamba import modeling_mamba
 
-from kernels import build
-from kernels.scan import longhorn_scan, longhorn_scan_ref, selective_scan
+from kernels import build, compat
+from kernels.compat import selective_scan_fn
+from kernels.scan import longhorn_scan, longhorn_scan_ref
 
 pytestmark = pytest.mark.usefixtures("poison")
 EVERY = pytest.mark.parametrize("update", ("longhorn", "exact", "mamba", "mamba without softplus"))
 
 
-def test_selective_scan_has_mamba_ssms_signature():
-    """The arguments of mamba_ssm.ops.selective_scan_interface.selective_scan_fn, by name and in their order."""
-    names = "u delta A B C D z delta_bias delta_softplus return_last_state".split()
-    assert list(inspect.signature(selective_scan).parameters)[:len(names)] == names
+def selective_scan_true(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False):
+    """(y, state) of mamba-ssm's arguments, channel by channel and step by step."""
+    delta = delta if delta_bias is None else delta + delta_bias[:, None]
+    delta = F.softplus(delta) if delta_softplus else delta
+    if B.dim() == 4:  # (B, G, N, T): a group's for each of its channels
+        B, C = (a.repeat_interleave(u.shape[1] // a.shape[1], 1) for a in (B, C))
+    else:
+        B, C = B[:, None], C[:, None]
+    S, ys = torch.zeros_like(A), []
+    for t in range(u.shape[2]):
+        S = torch.exp(delta[..., t, None] * A) * S + (delta * u)[..., t, None] * B[..., t]  # (B, D, N)
+        ys.append((S * C[..., t]).sum(-1))
+    y = torch.stack(ys, -1)
+    y = y if D is None else y + D[:, None] * u
+    return (y if z is None else y * F.silu(z)), S
+
+
+@pytest.mark.parametrize("batch,T,D,N,groups,softplus,without", [
+    (2, 33, 6, 5, None, True, ()), (1, 70, 8, 16, 1, True, ("z",)), (3, 1, 12, 3, 4, True, ("D", "delta_bias")),
+    (2, 45, 10, 8, 2, False, ("delta_bias",)), (1, 7, 5, 2, 5, True, ("D", "z", "delta_bias"))])
+def test_mamba_ssms_function(batch, T, D, N, groups, softplus, without):
+    """Every gradient, that through the last state too, in its layout."""
+    draw = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + N), dtype=F64)
+    rows = (batch, N, T) if groups is None else (batch, groups, N, T)
+    a = {"u": draw(batch, D, T), "delta": draw(batch, D, T), "A": -draw(D, N).exp(), "B": draw(*rows),
+         "C": draw(*rows).flip(-1), "D": draw(D), "z": draw(batch, D, T).flip(1), "delta_bias": draw(D).flip(0)}
+    if not softplus:
+        a["delta"] = a["delta"].exp() / 4
+    a = {name: v for name, v in a.items() if name not in without}
+    results = []
+    ours = partial(selective_scan_fn, return_last_state=True)
+    for scan, dtype in ((selective_scan_true, F64), (ours, torch.float32)):
+        given = {name: v.to(dtype).requires_grad_() for name, v in a.items()}
+        y, state = scan(**given, delta_softplus=softplus)
+        loss = (y * y.detach()).sum() + (state * state.detach()).sum()
+        results.append([y, state, *torch.autograd.grad(loss, list(given.values()))])
+    for name, want, got in zip(("y", "state", *a), *results, strict=True):
+        assert (got - want).abs().max() <= 5e-6 * want.abs().max(), name
+    half = {name: v.to(BF16 if v.dim() > 2 else torch.float32) for name, v in a.items()}
+    y = selective_scan_fn(**half, delta_softplus=softplus)
+    want = selective_scan_true(**{name: v.double() for name, v in half.items()}, delta_softplus=softplus)[0]
+    assert y.dtype == BF16 and (y - want).abs().max() <= 2**-8 * want.abs().max()
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"B": torch.ones(4, 3)}, "a B or C without time"), ({"A": torch.ones(4, 3, dtype=torch.complex64)}, "complex"),
+    ({"C": torch.ones(1, 2, 3, 5)}, "must agree"),
+    ({"B": torch.ones(1, 3, 3, 5), "C": torch.ones(1, 3, 3, 5)}, "3 groups must divide the 4 channels"),
+    ({"delta": torch.ones(1, 4, 6)}, r"delta must be \(1, 5, 4\)")])
+def test_what_mamba_ssms_function_refuses(changes, words):
+    a = {"u": torch.ones(1, 4, 5), "delta": torch.ones(1, 4, 5), "A": -torch.ones(4, 3), "B": torch.ones(1, 3, 5),
+         "C": torch.ones(1, 3, 5)}
+    selective_scan_fn(**a)
+    with pytest.raises(ValueError, match=words):
+        selective_scan_fn(**{**a, **changes})
+
+
+@pytest.mark.skipif(not hasattr(modeling_mamba, "mamba_selective_scan"),
+                    reason="this version of transformers calls a scan on a GPU only")
+def test_hugging_faces_mamba_runs_on_it_by_the_lines_of_the_page(monkeypatch):
+    """The logits, and the tokens that it generates through its cache."""
+    monkeypatch.setattr(modeling_mamba, "mamba_selective_scan", modeling_mamba.mamba_selective_scan)  # put back after
+    torch.manual_seed(0)
+    theirs = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2))
+    idx = torch.randint(64, (2, 33))
+    run = lambda: (theirs.eval()(idx).logits, theirs.generate(idx[:, :5], max_new_tokens=8, do_sample=False))
+    with torch.no_grad():
+        logits, text = run()
+        page = (ROOT / "docs/kernels.md").read_text()
+        (lines,) = re.findall(r"    from transformers.models.mamba.*?\n\n", page, re.DOTALL)
+        exec(inspect.cleandoc(lines), {})
+        monkeypatch.setattr(compat, "selective_scan", mock.Mock(side_effect=compat.selective_scan))
+        close, same = run()
+    assert (logits - close).abs().max() <= 1e-6 * logits.abs().max() and torch.equal(text, same)
+    assert compat.selective_scan.call_count == 4  # two layers of the sequence, and of the prompt
+
+
+def test_the_scans_run_in_another_project(tmp_path):
+    """With the files that the page names, and nothing else of the repository."""
+    for folder in ("kernels", "common"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "longhorn_scan.cu", tmp_path)
+    lines = ("import torch; from kernels.compat import longhorn_scan, selective_scan_fn; x = torch.ones(1, 2, 3);"
+             "print(selective_scan_fn(x, x, -torch.ones(2, 1), x[:, :1], x[:, :1])[0, 0].tolist(),"
+             "longhorn_scan(x, x, x, x).shape)")
+    run = subprocess.run([sys.executable, "-c", lines], cwd=tmp_path, capture_output=True, text=True)
+    numbers = [1.0, 1 + math.exp(-1), 1 + math.exp(-1) + math.exp(-2)]
+    said = run.stdout.split("] ")
+    assert json.loads(said[0] + "]") == pytest.approx(numbers, rel=1e-6) and "[1, 2, 3]" in said[1], run.stderr
 
 
 @EVERY
