@@ -313,8 +313,10 @@ def _convert(setting, value, where, from_text):
     with contextlib.suppress(ValueError, OverflowError):
         if choices:
             return _choice(value, choices)
-        if kind in (str, Path):
-            return kind(_string(value, empty=kind is str))
+        if kind is str:
+            return _string(value, empty=True)
+        if kind is Path:
+            return Path(os.path.expanduser(_string(value, empty=False)))
         if kind is bool:
             return _bool(value, from_text)
         return _number(kind, value, from_text)

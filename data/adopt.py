@@ -1,12 +1,17 @@
-"""Uses a train.bin and val.bin of token ids that another program wrote, such as nanoGPT's: writes their meta.json.
+"""Uses token ids that another program wrote, such as nanoGPT's train.bin and val.bin: writes their meta.json.
 
-    python data/adopt.py FOLDER --vocab_size=50257 --tokenizer=gpt2
+    python data/adopt.py FOLDER                                       # with nanoGPT's meta.pkl of characters
+    python data/adopt.py FOLDER --tokenizer=gpt2                      # bytes, tiktoken:NAME, hf:NAME or hf:FOLDER
+    python data/adopt.py FOLDER --vocab_size=50257                    # enough to train, but not to sample
 
-A meta.pkl is not opened: it is a pickle, which could run code.
+A .bin is ids alone, as numpy's tofile writes them; train.npy and val.npy of numpy.save are copied into such files. Of a
+meta.pkl only the characters are read: nothing in it is run.
 """
 
+import contextlib
 import dataclasses
 import hashlib
+import pickle
 import shlex
 import sys
 from dataclasses import dataclass
@@ -20,33 +25,41 @@ import configurator
 from configurator import Count, Positive
 from data.prepared import DTYPES, SPLITS, DataError, describe
 from data.tokenizer import Text, canonical
-from data.writer import finish, preparing, run, token_dtype
+from data.writer import finish, preparing, run, token_dtype, write_split
+
+KNOWN = {"gpt2": (50_257, 50_256), "bytes": (256, 0)}  # tokenizer: tokens, the one that ends a document
+NPY = b"\x93NUMPY"
+LLM_C = (20240520, 20240801)  # the first four bytes of its files, as an int32
 
 
-def adopt(folder, vocab_size, dtype=None, tokenizer=None, bytes_per_token=None):
+def adopt(folder, vocab_size=None, dtype=None, tokenizer=None, bytes_per_token=None):
     """Write the meta.json; return Tokens. Raises DataError.
 
-    dtype: of the files; None: uint16, or uint32 if the vocabulary needs it.
+    vocab_size: None: the tokenizer's, or meta.pkl's; dtype: of .bin files; None: uint16, or uint32 if the vocabulary
+    needs it; tokenizer: None: characters, if there is a meta.pkl.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}: check the path")
-    name, table = _known(tokenizer)
+    about = vocabulary(folder, tokenizer, vocab_size)
+    vocab_size = vocab_size or about["vocab_size"]
     least = token_dtype(vocab_size)  # raises for an impossible vocabulary size
     if dtype is None and least == "uint16":
         _refuse_halves(folder)
     dtype = dtype or least
     if np.dtype(dtype).itemsize < np.dtype(least).itemsize:
-        raise DataError(f"--dtype={dtype} cannot hold a vocabulary of {vocab_size:,}: leave it out")
+        raise DataError(f"--dtype={dtype} cannot hold a vocabulary of {vocab_size:,}: in files written so, ids above "
+                        "65,535 have wrapped and are lost; write them again as uint32")
     with preparing(folder):
         if (folder / "meta.json").exists():
             raise DataError(f"{folder / 'meta.json'} already exists: remove it if it does not describe these files")
+        for split in SPLITS:
+            copy_npy(folder, split, vocab_size)
         meta = {
             "dataset": folder.resolve().name,
+            **about,
             "vocab_size": vocab_size,
             "dtype": dtype,
-            "tokenizer": name,
-            "table": table,
             "splits": {split: read_split(folder / f"{split}.bin", dtype, vocab_size) for split in SPLITS},
             "bytes_per_token": bytes_per_token,
             "how": shlex.join(["python", *sys.argv]),
@@ -54,16 +67,71 @@ def adopt(folder, vocab_size, dtype=None, tokenizer=None, bytes_per_token=None):
         return finish(folder, meta)
 
 
-def _known(tokenizer):
-    """A tokenizer's name in meta.json and, for Hugging Face's, its table."""
+def vocabulary(folder, tokenizer, vocab_size):
+    """What meta.json says of the tokenizer: {"tokenizer", "table", "vocab_size", "end_of_text"}. Raises DataError."""
     if tokenizer is None:
-        return None, None
+        table = characters_of(folder / "meta.pkl", vocab_size)
+        if not (table or vocab_size):
+            raise DataError(f"{folder} does not say whose tokens these are: give --tokenizer=gpt2 if they are GPT-2's, "
+                            "or another, or --vocab_size alone, which is enough to train")
+        return {"tokenizer": table and "char", "table": table, "vocab_size": table and len(table)}
     name = canonical(tokenizer)
-    if name.startswith("hf:"):
-        return name, Text(tokenizer).table
-    if name not in ("bytes", "gpt2") and not name.startswith("tiktoken:"):
+    if name in KNOWN:
+        size, end = KNOWN[name]
+        return {"tokenizer": name, "table": None, "vocab_size": size, "end_of_text": end}
+    if not name.startswith(("hf:", "tiktoken:")):
         raise DataError(f"--tokenizer {name} is unknown: choose bytes, tiktoken:NAME or hf:NAME")
-    return name, None
+    try:
+        text = Text(tokenizer)
+    except DataError:
+        if name.startswith("hf:") or not vocab_size:
+            raise
+        return {"tokenizer": name, "table": None}  # tiktoken's files are needed to sample only
+    about = {"tokenizer": name, "table": text.table, "vocab_size": text.n_vocab}
+    with contextlib.suppress(DataError):
+        about["end_of_text"] = text.eot_token
+    return about
+
+
+class Plain(pickle.Unpickler):
+    """Reads dicts, numbers and text alone."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which could run code")
+
+
+def characters_of(path, vocab_size):
+    """The characters of nanoGPT's meta.pkl in the order of their tokens; None without one. Raises DataError if it is
+    not that, unless vocab_size is given."""
+    if not path.exists():
+        return None
+    try:
+        with open(path, "rb") as file:
+            numbers = Plain(file).load()["stoi"]
+        table = "".join(sorted(numbers, key=numbers.get))
+        if [numbers[character] for character in table] != list(range(len(numbers))):
+            raise ValueError("stoi does not number characters from 0")
+        return table
+    except Exception as error:  # a damaged pickle raises anything
+        if not vocab_size:
+            raise DataError(f"{path} has no vocabulary of characters ({error}): give --tokenizer or --vocab_size"
+                            ) from None
+        return None
+
+
+def copy_npy(folder, split, vocab_size):
+    """Write SPLIT.bin from SPLIT.npy, if there is one. Raises DataError."""
+    path = folder / f"{split}.npy"
+    if not path.exists():
+        return
+    try:
+        tokens = np.load(path, mmap_mode="r")
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ValueError(f"it has shape {tokens.shape} and {tokens.dtype}")
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} is not a row of integers ({error}): save tokens.reshape(-1)") from None
+    chunks = (tokens[start:start + 2**20] for start in range(0, len(tokens), 2**20))
+    write_split(folder / f"{split}.bin", chunks, vocab_size)
 
 
 def _refuse_halves(folder):
@@ -75,10 +143,20 @@ def _refuse_halves(folder):
             raise DataError(f"{path}: every second uint16 is 0, as in a file of uint32: give --dtype")
 
 
+def _refuse_headers(path, start):
+    """Raises DataError for a file that does not begin with ids. start: its first bytes."""
+    if start.startswith(NPY):
+        raise DataError(f"{path} is a file of numpy.save: rename it to {path.stem}.npy")
+    if int.from_bytes(start[:4], "little") in LLM_C:
+        raise DataError(f"{path} begins with the header of llm.c: cut it off, tail -c +1025 {path} > NEW")
+
+
 def read_split(path, dtype, vocab_size):
     """The entry for meta.json, as from write_split, for a .bin that another program wrote. Raises DataError."""
     if not path.is_file():
-        raise DataError(f"{path} is missing: give a folder with train.bin and val.bin")
+        others = ", ".join(sorted(other.name for other in path.parent.glob("*.[bn][ip][ny]")))
+        raise DataError(f"{path} is missing: name the files train.bin and val.bin, or .npy; there are "
+                        f"{others[:200] or 'none'}")
     dtype = np.dtype(DTYPES[dtype])
     size = path.stat().st_size
     if size % dtype.itemsize:
@@ -87,30 +165,31 @@ def read_split(path, dtype, vocab_size):
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while piece := file.read(1 << 22):
+            if largest is None:
+                _refuse_headers(path, piece)
             digest.update(piece)
             largest = max(largest or 0, int(np.frombuffer(piece, dtype).max()))
             if largest >= vocab_size:
                 raise DataError(
                     f"{path} holds token id {largest} as {dtype}, outside a vocabulary of {vocab_size:,}: set "
-                    "--vocab_size or --dtype"
+                    "--vocab_size, --tokenizer or --dtype to what the program had that wrote it"
                 )
     return {"tokens": size // dtype.itemsize, "sha256": digest.hexdigest(), "max_token": largest}
 
 
 @dataclass
 class Options:
-    folder: str  # holds train.bin and val.bin
-    vocab_size: Count = None  # 50257 for GPT-2's tokens
-    dtype: Literal["uint16", "uint32"] = None  # of the files; not given: uint16 if the vocabulary fits
-    tokenizer: str = None  # bytes, tiktoken:NAME or hf:NAME
+    folder: Path  # holds train.bin and val.bin
+    vocab_size: Count = None  # not given: the tokenizer's, or that of nanoGPT's meta.pkl
+    dtype: Literal["uint16", "uint32"] = None  # of .bin files; not given: uint16 if the vocabulary fits
+    tokenizer: str = None  # gpt2, bytes, tiktoken:NAME or hf:NAME
     bytes_per_token: Positive = None  # of the text, to report bits per byte
 
 
 def main():
     options = configurator.read(Options, sys.argv[1:], __doc__)
-    if options.vocab_size is None:
-        raise DataError("give --vocab_size: 50257 for GPT-2's tokens")
-    describe(adopt(**dataclasses.asdict(options)), "meta.json written")
+    tokens = adopt(**dataclasses.asdict(options))
+    describe(tokens, f"tokens of {tokens.meta['tokenizer'] or 'an unknown tokenizer'}, meta.json written")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from data.shards import Shards, file_stamp, what_changed
 
 # torch is imported only when a batch is made: importing it takes seconds, and `prepare.py --help` should be quick.
 
-SEPARATORS = {"bytes": 0, "gpt2": 50256}  # tokenizer: the token that ends a document
+SEPARATORS = {"bytes": 0, "gpt2": 50256}  # tokenizer: the token that ends a document, where meta.json does not say
 MAX_WINDOWS = 2**24  # per step; the indices of more would take hundreds of MB
 
 
@@ -99,7 +99,7 @@ def document_starts(tokens, most=64):
     if listed:
         starts = [document["start"] for document in listed]
     else:
-        separator = SEPARATORS.get(tokens.meta["tokenizer"], -1)
+        separator = tokens.meta.get("end_of_text", SEPARATORS.get(tokens.meta["tokenizer"], -1))
         ends = np.flatnonzero(tokens.val[:] == separator) + 1
         starts = np.append(0, ends[ends < len(tokens.val)])
     if len(starts) < 8:

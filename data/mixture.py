@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 
 from data.loader import TokenData, inputs_and_targets, n_windows, permutation
-from data.prepared import DataError
+from data.prepared import DataError, find_dataset
 from data.shards import shards_sha256
 
 
@@ -106,6 +106,8 @@ def parse_mixture(text):
             parts.append((name.strip(), Fraction(share)))
     except (ValueError, ZeroDivisionError):
         parts = []
+    if len({find_dataset(name).resolve() for name, _ in parts}) < len(parts):
+        raise DataError(f"dataset={text}: one is named twice, and its windows would be read twice: add up its shares")
     total = sum(share for _, share in parts)
     if total != 1 or any(share <= 0 or not name for name, share in parts):
         raise DataError(f"dataset={text}: give each dataset a share, as fineweb_edu:0.8,code:0.2, adding up to 1 "

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 import configurator  # noqa: E402
 from common.errors import ConfigError, main_error, regular  # noqa: E402
 from data.shards import Shards, shards_sha256  # noqa: E402
-from runtime.records import fields  # noqa: E402
+from runtime.records import BadRecord, fields, read_json  # noqa: E402
 
 SPLITS = ("train", "val")
 DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
@@ -34,8 +34,12 @@ class DataError(ConfigError):
 
 
 def find_dataset(name):
-    """The Path of a dataset folder: `name` itself, or data/`name`."""
-    return Path(name) if Path(name).is_dir() else Path(__file__).parent / name
+    """The Path of a dataset folder: `name` itself, or data/`name`; the one that is prepared, if both are there."""
+    here, ours = Path(name).expanduser(), Path(__file__).parent / name
+    for folder in (here, ours):
+        if (folder / "meta.json").exists():
+            return folder
+    return here if here.is_dir() else ours
 
 
 class Tokens:
@@ -175,6 +179,10 @@ def _read_meta(folder):
         recipes = sorted(p.parent.name for p in Path(__file__).parent.glob("*/prepare.py"))
         raise DataError(f"there is no dataset folder {folder}: data/ can prepare {', '.join(recipes)}; or check "
                         "the path")
+    if not path.exists() and (folder / "plan.json").exists():
+        raise DataError(f"{folder} is not prepared to its end (no meta.json): run the same command again")
+    if not path.exists() and any(folder.glob("train.[bn][ip][ny]")):
+        how += f", or if another program wrote its files, python data/adopt.py {shlex.quote(str(folder))}"
     if not path.exists():
         raise DataError(f"{folder} is not prepared (no meta.json): prepare it first ({how})")
     try:
@@ -186,6 +194,14 @@ def _read_meta(folder):
         raise DataError(f"{path} is damaged or edited (its checksum is {crc32}, recorded as {recorded}): prepare again "
                         f"({how}), or write this crc32 into it if all of it is right")
     return {"tokenizer": None, **meta}
+
+
+def read_sealed(path):
+    """The dict in a JSON file that data/writer.py sealed with its CRC-32. Raises BadRecord."""
+    record = read_json(path)
+    if record.get("crc32") != meta_crc32(record):
+        raise BadRecord(f"{path} is damaged or edited (its checksum differs)")
+    return record
 
 
 def meta_crc32(meta):

@@ -1,9 +1,12 @@
 """A split stored in several files of tokens, read as one array."""
 
+import functools
 import hashlib
 import os
 
 import numpy as np
+
+MOST_OPEN = 200  # files at once: a process may have 1,024, and data of 6,000
 
 
 class Shards:
@@ -16,11 +19,13 @@ class Shards:
 
     def __init__(self, folder, paths, lengths, dtype):
         self.filename = folder  # a memmap has its file here
-        self.files = []
-        for path, n_tokens in zip(paths, lengths, strict=True):
-            self.files.append(np.memmap(path, dtype, "r", shape=(n_tokens,)))
+        self.paths = paths
         self.ends = np.cumsum([0, *lengths])  # where each file begins, and the last one ends
         self.dtype = np.dtype(dtype)
+        self.open = functools.lru_cache(MOST_OPEN)(self._open)
+
+    def _open(self, i):
+        return np.memmap(self.paths[i], self.dtype, "r", shape=(int(self.ends[i + 1] - self.ends[i]),))
 
     def __len__(self):
         return int(self.ends[-1])
@@ -29,15 +34,15 @@ class Shards:
         """tokens[start:stop], 0 <= start; a copy if it spans several files."""
         start, stop, _ = part.indices(len(self))
         i = int(np.searchsorted(self.ends, start, side="right")) - 1  # of the file that holds `start`
-        pieces = []
+        if start < stop <= self.ends[i + 1]:
+            return self.open(i)[start - self.ends[i] : stop - self.ends[i]]
+        pieces = [np.empty(0, self.dtype)]
         while start < stop:
             end = min(stop, int(self.ends[i + 1]))
-            pieces.append(self.files[i][start - self.ends[i] : end - self.ends[i]])
+            pieces.append(np.array(self.open(i)[start - self.ends[i] : end - self.ends[i]]))  # a view keeps a file open
             start = end
             i += 1
-        if len(pieces) == 1:
-            return pieces[0]
-        return np.concatenate([np.empty(0, self.dtype), *pieces])
+        return np.concatenate(pieces)
 
 
 def shards_sha256(hashes):
@@ -51,7 +56,7 @@ def file_stamp(tokens):
     are exchanged. If a file cannot be read: the reason."""
     try:
         if isinstance(tokens, Shards):
-            stamps = [_stamp(file.filename) for file in tokens.files]
+            stamps = [_stamp(path) for path in tokens.paths]
             inodes, sizes, times = zip(*stamps, strict=True)
             return hash(inodes), sum(sizes), hash((sizes, times))
         return _stamp(tokens.filename)

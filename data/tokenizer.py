@@ -11,8 +11,10 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
+import unicodedata
 from pathlib import Path
 
 from common.errors import ConfigError
@@ -22,7 +24,12 @@ from data.prepared import DataError, file_sha256
 VOCAB_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 BPE_URL = "https://openaipublic.blob.core.windows.net/encodings/"  # all other encodings
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")  # in tokenizer.json files
+END = "ends_documents"  # key of a table whose token for that has been named
 MOST_TOKENS = 2**24  # of a tokenizer.json
+# Where tokenizers cut, whatever stands around: all of them before a word; GPT-2's and its successors after a line too,
+# and before a comma.
+CUTS = [re.compile(rf"(?s:.*){place}") for place in (r"\S(?= \w)", r"\S\n(?=\w)", r"[^\W\d_](?=[,.，。、])")]
+MOST_AT_ONCE = 100_000  # characters in which tiktoken finds its way whatever they are; a million blanks are too many
 VOCAB_SHA256 = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
@@ -91,6 +98,15 @@ def vocab_files(name, vocab):
     return {VOCAB_URL + file: vocab / file for file in VOCAB_SHA256}
 
 
+def place_to_cut(text, start, most):
+    """Where a text can be cut, at most so many characters behind `start`, without other tokens than the whole has; just
+    so many if there is no such place."""
+    for place in CUTS:
+        if cut := place.match(text, start, start + most + 1):
+            return cut.end()
+    return start + most
+
+
 def hf_tokenizer(name, table=None):
     """Hugging Face's tokenizers.Tokenizer from the text of a tokenizer.json (table), else from a folder, a file, or the
     hub. Raises DataError.
@@ -99,9 +115,12 @@ def hf_tokenizer(name, table=None):
         from tokenizers import Tokenizer
     except ImportError:
         raise DataError("the package tokenizers is missing: pip install -r requirements.txt") from None
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"
+        if not (table or path.is_file()):
+            raise DataError(f"hf:{name} has no tokenizer.json: transformers' AutoTokenizer reads other kinds, and its "
+                            "save_pretrained writes one")
     try:
         if table:
             encoding = Tokenizer.from_str(table)
@@ -111,6 +130,8 @@ def hf_tokenizer(name, table=None):
             encoding = Tokenizer.from_pretrained(name)
         encoding.no_truncation()  # transformers may have left them on in the file
         encoding.no_padding()
+        if hasattr(encoding.model, "dropout"):  # of byte pairs, for training a model on other tokens each time
+            encoding.model.dropout = None
         ids = encoding.get_vocab(with_added_tokens=True).values()
         if not ids:
             raise ValueError("it has no tokens")
@@ -145,8 +166,8 @@ def learn_bpe(texts, n_vocab):
 
 def canonical(tokenizer):
     """A tokenizer's name in meta.json and checkpoints; for hf:FOLDER, only the last part of the path."""
-    if str(tokenizer).startswith("hf:") and Path(tokenizer[3:]).exists():
-        path = Path(tokenizer[3:]).resolve()
+    if str(tokenizer).startswith("hf:") and Path(tokenizer[3:]).expanduser().exists():
+        path = Path(tokenizer[3:]).expanduser().resolve()
         return f"hf:{path.parent.name if path.name == 'tokenizer.json' else path.name}"
     return {"chars": "char", "tiktoken:gpt2": "gpt2"}.get(tokenizer, tokenizer)
 
@@ -160,12 +181,13 @@ class Text:
         table: the rest of its definition: the tokens' characters (char), or the text of tokenizer.json (bpe and hf; hf
             reads it from the name if None). Checkpoints keep it, so that they need neither files nor a network.
         vocab: a folder with a tiktoken encoding's files; None: tiktoken's cache, or the network.
+        end_of_text: the name of the token that ends a document (hf); None: the one in the table, or of END_OF_TEXT.
 
     Attributes: name; table; n_vocab: int; eot_token: int, the token that ends a document: for bytes 0, for characters
     the zero or the line feed.
     """
 
-    def __init__(self, tokenizer, table=None, vocab=None):
+    def __init__(self, tokenizer, table=None, vocab=None, end_of_text=None):
         self.name = canonical(tokenizer)
         self.table = table
         kind, _, name = str(tokenizer).partition(":")
@@ -175,8 +197,12 @@ class Text:
         if self.kind == "tiktoken":
             self.encoding = tiktoken_encoding(name or "gpt2", vocab)
         elif self.kind == "hf":
+            table, named = without_end(table)
             self.encoding = hf_tokenizer(name, table)
             self.table = self.encoding.to_str()
+            self.named_end = end_of_text or named
+            if self.named_end:
+                self.table = json.dumps({**json.loads(self.table), END: self.named_end})
         elif self.kind == "char":
             if not table:
                 raise DataError(f"the tokenizer {tokenizer} has no characters: its text, or its table, is empty")
@@ -184,6 +210,8 @@ class Text:
         elif self.kind != "bytes":
             raise ConfigError(f"the tokenizer {tokenizer!r} is unknown: choose bytes, gpt2, char, tiktoken:NAME or "
                               "hf:NAME")
+        if end_of_text and self.kind != "hf":
+            raise DataError(f"--end_of_text={end_of_text}: only for hf: tokenizers, {self.name} has its own")
         self.begin()
 
     def __getstate__(self):  # for worker processes: without the decoder's state
@@ -206,14 +234,17 @@ class Text:
 
     @property
     def eot_token(self):
-        """Raises DataError for a Hugging Face tokenizer without any of END_OF_TEXT."""
+        """Raises DataError for a Hugging Face tokenizer without the one that is named, or any of END_OF_TEXT."""
         if self.kind == "tiktoken":
             return self.encoding.eot_token
         if self.kind == "hf":
-            for name in END_OF_TEXT:
+            names = [self.named_end] if self.named_end else END_OF_TEXT
+            for name in names:
                 if self.encoding.token_to_id(name) is not None:
                     return self.encoding.token_to_id(name)
-            raise DataError(f"{self.name} has no token that ends a text: one of {', '.join(END_OF_TEXT)}")
+            special = [str(token.content) for token in self.encoding.get_added_tokens_decoder().values()]
+            raise DataError(f"{self.name} has no token {' or '.join(names)} to end a text: name one with "
+                            f"--end_of_text; its special ones: {', '.join(special[:20]) or 'none'}")
         if self.kind == "char":
             return self.ids.get("\0", self.ids.get("\n", 0))
         return 0
@@ -221,7 +252,8 @@ class Text:
     def encode(self, text):
         """Token ids (list) of a prompt, in which <|endoftext|> and the like are special tokens."""
         if self.kind == "tiktoken":
-            return self.encoding.encode(text, allowed_special={"<|endoftext|>"}, disallowed_special=())
+            with contextlib.suppress(ValueError):
+                return self.encoding.encode(text, allowed_special={"<|endoftext|>"}, disallowed_special=())
         return self.encode_ordinary(text, special=True)
 
     def encode_ordinary(self, text, special=False):
@@ -229,14 +261,36 @@ class Text:
         if self.kind == "bytes":
             return list(text.encode("utf-8", "surrogatepass"))
         if self.kind == "tiktoken":
-            return self.encoding.encode_ordinary(text)
+            with contextlib.suppress(ValueError):
+                return self.encoding.encode(text, disallowed_special=())
+            ids, start = [], 0  # its regular expression gives up over very many blanks
+            while start < len(text):
+                cut = place_to_cut(text, start, MOST_AT_ONCE)
+                ids += self.encoding.encode(text[start:cut], disallowed_special=())
+                start = cut
+            return ids
         if self.kind == "hf":
             self.encoding.encode_special_tokens = not special
-            return self.encoding.encode(text, add_special_tokens=False).ids
+            return self.encoding.encode(whole_characters(text), add_special_tokens=False).ids
         try:
             return [self.ids[c] for c in text]
         except KeyError as error:
             raise ConfigError(f"the character {error} is not in the training text's vocabulary") from None
+
+    def encode_after(self, before, text):
+        """Token ids (list) of a piece of a document that follows the character `before` ("": it begins there)."""
+        ahead, ids = self.encode_ordinary(before), self.encode_ordinary(before + text)
+        if ids[:len(ahead)] == ahead:  # Mistral's would begin each piece with a blank
+            return ids[len(ahead):]
+        return self.encode_ordinary(text)
+
+    def gives_back(self, text):
+        """Whether a text's tokens are decoded to it; blanks around it and Unicode's normal form (NFC) aside."""
+        if self.kind != "hf":
+            return True
+        text = whole_characters(text)
+        decoded = self.encoding.decode(self.encode_ordinary(text), skip_special_tokens=False)
+        return unicodedata.normalize("NFC", decoded).strip() == unicodedata.normalize("NFC", text).strip()
 
     def begin(self, tokens=()):
         """Start decoding after `tokens`."""
@@ -272,7 +326,7 @@ class Text:
         have been applied to it.
         """
         if self.kind == "hf":  # without the special tokens that it would add around a text: the model never saw them
-            return {**json.loads(self.table), "post_processor": None}
+            return {**json.loads(without_end(self.table)[0]), "post_processor": None}
         file = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
                 "post_processor": None}
         if self.kind == "char":
@@ -301,6 +355,20 @@ class Text:
             special = sorted(self.encoding._special_tokens.items(), key=lambda item: item[1])
             file["added_tokens"] = [{"id": rank, "content": name, **flags} for name, rank in special]
         return {**file, "pre_tokenizer": {"type": "Sequence", "pretokenizers": before}, "decoder": level}
+
+
+def without_end(table):
+    """A table without the key END, and the name it holds, or None."""
+    if not table or f'"{END}"' not in table:
+        return table, None
+    file = json.loads(table)
+    named = file.pop(END, None)
+    return json.dumps(file), named
+
+
+def whole_characters(text):
+    """The text with U+FFFD for halves of surrogate pairs, as tiktoken does it: tokenizers refuse them."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def bytes_shown():

@@ -79,6 +79,11 @@ def write_split(path, chunks, vocab_size):
     return {"tokens": n_tokens, "sha256": digest.hexdigest(), "max_token": largest}
 
 
+def write_sealed(path, record):
+    """Write a dict as JSON with its CRC-32: `read_sealed` refuses it after an edit."""
+    write_json(path, {**record, "crc32": meta_crc32(record)})
+
+
 def finish(folder, meta):
     """Write meta.json, the last step of a preparation, and open the folder.
 
@@ -88,8 +93,7 @@ def finish(folder, meta):
     """
     path = Path(folder) / "meta.json"
     versions = {"python": platform.python_version(), "numpy": np.__version__}
-    meta = {"dtype": token_dtype(meta["vocab_size"]), **meta, "versions": versions}
-    write_json(path, {**meta, "crc32": meta_crc32(meta)})
+    write_sealed(path, {"dtype": token_dtype(meta["vocab_size"]), **meta, "versions": versions})
     try:
         return Tokens(folder)
     except DataError:

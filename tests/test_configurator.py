@@ -217,7 +217,7 @@ export.py --out_dir=a --from_hf=b                b/config.json
 export.py --check=b                              b/config.json
 data/prepared.py                                 give the folder: holds train.bin, val.bin and meta.json
 data/prepared.py a b                             unexpected argument 'b'
-data/adopt.py a                                  give --vocab_size: 50257
+data/adopt.py a                                  there is no folder a
 data/adopt.py a --vocab_size 0                   vocab_size 0 must be at least 1
 data/adopt.py a --bytes_per_token=nan            bytes_per_token=nan: expected a finite number
 data/adopt.py a --bytes_per_token=0              bytes_per_token 0.0 must be above 0

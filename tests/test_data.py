@@ -1,5 +1,6 @@
 """data/: the order of windows, the checks of a prepared folder, and each prepare.py, from small inputs, offline."""
 
+import codecs
 import functools
 import gzip
 import hashlib
@@ -7,6 +8,7 @@ import itertools
 import json
 import lzma
 import os
+import pickle
 import re
 import runpy
 import signal
@@ -20,6 +22,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
+import tokenizers
 import torch
 from faults import dying
 from helpers import (
@@ -46,7 +49,7 @@ from data.prepared import Tokens
 from data.pystdlib import prepare as pystdlib
 from data.shakespeare_char import prepare as shakespeare
 from data.tokenizer import Text
-from data.tokens import cluster
+from data.tokens import cluster, sources
 from data.tokens import prepare as any_tokens
 
 quick = settings(deadline=None, max_examples=60, database=None)
@@ -104,6 +107,7 @@ def test_documents_of_the_validation_split(tmp_path):
     assert starts(range(3, 13)) == [0, *np.cumsum(range(3, 12))]
     assert starts([10] * 7) == starts([10] * 7, tokenizer="char", table="\0a") == [int(70 * i / 8) for i in range(8)]
     assert starts([5] * 64) == list(range(0, 320, 5)) and starts([5] * 65) == list(range(0, 325, 10))
+    assert starts([6] * 9, tokenizer="hf:x", end_of_text=0) == list(range(0, 54, 6))
     listed = [{"name": str(start), "start": start, "tokens": 6} for start in range(0, 54, 6)]
     assert starts([60], documents={"val": listed}) == list(range(0, 54, 6))
 
@@ -171,7 +175,10 @@ def test_open_a_folder(tmp_path, monkeypatch):
     folder = write_folder(tmp_path)
     monkeypatch.chdir(tmp_path.parent)
     assert prepared.find_dataset(folder.name) == Path(folder.name)
+    (tmp_path.parent / "pystdlib").mkdir()  # somebody's raw files
     assert prepared.find_dataset("pystdlib") == ROOT / "data/pystdlib"
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    assert prepared.find_dataset(f"~/{folder.name}") == folder
     tokens = Tokens(folder, vocab_size=256, block_size=199)
     assert (len(tokens.train), len(tokens.val), tokens.vocab_size) == (1000, 200, 256)
     with pytest.raises(ValueError):
@@ -469,10 +476,10 @@ def nanogpt(folder, train=(5, 50_256, 7), dtype=np.uint16):
 def test_adopt_nanogpts_files(tmp_path):
     folder = nanogpt(tmp_path / "owt")
     said = run_python("data/adopt.py", folder, "--vocab_size=50257", "--tokenizer=gpt2", "--bytes_per_token=4.5")
-    assert said.returncode == 0 and "3 train, 2 val tokens, uint16, vocabulary 50,257, meta.json written" in said.stdout
+    assert said.returncode == 0 and "3 train, 2 val tokens, uint16, vocabulary 50,257, tokens of gpt2" in said.stdout
     tokens = Tokens(folder, vocab_size=50_304, block_size=1)
     assert tokens.train.tolist() == [5, 50_256, 7] and tokens.val.tolist() == [1, 2] and tokens.bytes_per_token == 4.5
-    assert tokens.meta["tokenizer"] == "gpt2"
+    assert tokens.meta["tokenizer"] == "gpt2" and tokens.meta["end_of_text"] == 50256
     again = run_python("data/adopt.py", folder, "--vocab_size=50257")
     assert again.returncode == 2 and "meta.json already exists" in again.stderr and again.stderr.count("\n") == 1
 
@@ -485,10 +492,25 @@ def test_adopted_tokens_are_those_of_the_files(tmp_path, train, dtype, vocab_siz
     assert tokens.train.tolist() == train and tokens.meta["splits"]["train"]["max_token"] == max(train)
 
 
+def test_adopt_nanogpts_characters(tmp_path):
+    """meta.pkl is read, without running what it names; files of numpy.save are copied."""
+    folder = nanogpt(tmp_path / "play", [1, 2, 0])
+    table = {"stoi": {"\n": 0, "b": 1, "é": 2}, "itos": {0: "\n", 1: "b", 2: "é"}, "vocab_size": 3}
+    rejected(lambda: adopt(folder), "meta.pkl has no vocabulary", "os.system", "--vocab_size")
+    (folder / "meta.pkl").write_bytes(pickle.dumps(table))
+    np.save(folder / "val.npy", np.array([2, 1, 2, 0]))
+    rejected(lambda: Tokens(folder), "not prepared", f"python data/adopt.py {folder}")
+    tokens = adopt(folder)
+    assert (tokens.meta["tokenizer"], tokens.meta["table"], tokens.vocab_size) == ("char", "\nbé", 3)
+    assert tokens.train.tolist() == [1, 2, 0] and tokens.val.tolist() == [2, 1, 2, 0]
+
+
 @pytest.mark.parametrize("train, dtype, how, words", [
     ([5], np.uint16, {"vocab_size": 5}, "train.bin holds token id 5 as uint16, outside a vocabulary of 5"),
     ([5] * 3, np.uint16, {"vocab_size": 70_000}, "train.bin is 6 bytes, not a whole number of uint32"),
-    ([5], np.uint16, {"vocab_size": 128_256, "dtype": "uint16"}, "cannot hold a vocabulary of 128,256"),
+    ([5], np.uint16, {"vocab_size": 128_256, "dtype": "uint16"}, "have wrapped and are lost"),
+    ([20240520, 1, 3], np.int32, {"tokenizer": "gpt2"}, "header of llm.c"),
+    ([0x4e93, 0x4d55, 0x5950], np.uint16, {"tokenizer": "gpt2"}, "rename it to train.npy"),
     ([3, 64] * 99, np.uint32, {"vocab_size": 65}, "every second uint16 is 0, as in a file of uint32"),
     ([5], np.uint16, {"vocab_size": 9, "tokenizer": "klingon"}, "--tokenizer klingon is unknown"),
     (None, np.uint16, {"vocab_size": 9}, "train.bin is missing")])
@@ -562,8 +584,10 @@ def nanogpt_order(texts, text, fraction, seed=2357):
 def small_units(monkeypatch, tmp_path):
     """Shards of 300 tokens, batches of 300 characters, every file a unit; the cache of the datasets package here."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    for name, value in {"SHARD_TOKENS": 300, "BATCH_CHARS": 300, "UNIT_BYTES": 1, "UNIT_DOCUMENTS": 50}.items():
-        monkeypatch.setattr(any_tokens, name, value)
+    for name in "SHARD_TOKENS", "BATCH_CHARS":
+        monkeypatch.setattr(any_tokens, name, 300)
+    for name, value in {"PIECE_CHARS": 300, "UNIT_BYTES": 1, "UNIT_DOCUMENTS": 50}.items():
+        monkeypatch.setattr(sources, name, value)
 
 
 def files_of_every_kind(folder, units):
@@ -599,12 +623,11 @@ def test_a_text_of_one_long_line_is_cut(small_units, tmp_path, words):
     a character. Shorter lines stay whole."""
     text = "a line\n" + "long " * 200 + "\n" + words * (40_000 // len(words.encode())) + "\nthe end"
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    pieces, ends = zip(*any_tokens.read_file(tmp_path / "a.txt", "text"), strict=True)
-    assert "".join(pieces) == text and "\ufffd" not in text and ends == (False,) * (len(pieces) - 1) + (True,)
-    assert max(len(piece.encode()) for piece in pieces) <= 5 * any_tokens.BATCH_CHARS + 300 < 40_000 / 20
-    assert any("long " * 200 + "\n" in piece for piece in pieces)
+    pieces, ends = zip(*sources.read_file(tmp_path / "a.txt", sources.Reading()), strict=True)
+    assert "".join(pieces) == text and ends == (False,) * (len(pieces) - 1) + (True,)
+    assert max(map(len, pieces)) <= sources.PIECE_CHARS
     if words == "über ":
-        assert all(piece.startswith(" über") for piece in pieces[3:-2])
+        assert all(piece.startswith(" über") for piece in pieces[6:-2])
 
 
 def test_each_shard_is_watched(small_units, tmp_path):
@@ -663,26 +686,201 @@ def test_characters_and_a_single_document(small_units, tmp_path, capsys):
     assert "val.bin is a single document" in capsys.readouterr().err
 
 
+# ---- data/tokens: what people bring
+
+def prepared_text(tokens):
+    """The bytes of both splits, for the tokenizer of bytes."""
+    return text_of(tokens.train), text_of(tokens.val)
+
+
+@pytest.mark.parametrize("texts, fraction, held_out", [
+    (["to be or not to be\n" * 1000], None, 1900), (["one " * 30 + "\n", "two " * 30, "three " * 90], None, 78),
+    (["word " * 200, "x"], 0.5, 500), (["x" * 1000], 0.3, 300), (["line\n" * 1_000_000], None, 2**19)])
+def test_few_documents_are_divided(tmp_path, monkeypatch, texts, fraction, held_out):
+    """In their order, with an end of text behind each; the tail, from a line or a word on, is held out."""
+    monkeypatch.setattr(any_tokens, "MOST_HELD_OUT", 2**19)
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.txt").write_text(text)
+    out, how = tmp_path / "out", {"tokenizer": "bytes", "val_fraction": fraction}
+    files = [tmp_path / f"{i}.txt" for i in range(len(texts))]
+    (tmp_path / "small.txt").write_text("a")
+    rejected(lambda: any_tokens.prepare(out, files=[tmp_path / "small.txt"], **how), "1 characters are too few")
+    train, val = prepared_text(any_tokens.prepare(out, files=files, **how))  # nothing is left that needs --force
+    assert train + val == "".join(f"{text}\0" for text in texts).encode()
+    assert held_out * 0.9 <= len(val) - 1 <= held_out and (val[:1] in b" x" or train.endswith(b"\n"))
+
+
+def test_a_divided_text_goes_on_after_kill_9(small_units, tmp_path):
+    (tmp_path / "a.txt").write_text("".join(documents(150)), encoding="utf-8")
+    prepare = functools.partial(any_tokens.prepare, files=[tmp_path / "a.txt"], tokenizer="bytes", val_fraction=0.3)
+    whole, out = prepare(tmp_path / "whole"), tmp_path / "out"
+    assert dying(9, lambda: prepare(out), out, events=["os.rename"])[0] == -signal.SIGKILL
+    assert (out / "plan.json").exists() and not (out / "meta.json").exists()
+    plan = (out / "plan.json").read_text()
+    (out / "plan.json").write_text(plan.replace('"items": ', '"items": 1', 1))
+    rejected(lambda: prepare(out), "from other inputs")
+    (out / "plan.json").write_text(plan)
+    assert prepare(out).meta["splits"] == whole.meta["splits"]
+
+
+def test_a_folder_is_read_through(tmp_path, capsys):
+    """Links are followed once, endings count in any case, and what is left out is counted."""
+    corpus = tmp_path / "corpus"
+    write_files(corpus, {
+        "A.TXT": "A", "d.jsonl/part.Jsonl": '{"text": "d"}', "b.md": "md", "c.py": "py", "c/LICENSE": "no ending",
+        "empty.txt": "", "bom.txt": "\ufeff", ".git/x.txt": "hidden", "__MACOSX/._A.txt": "hidden",
+        "same.txt": "twice", "same2.txt": "twice", "../elsewhere/e.txt": "e" * 20})
+    for name, target in (("e1", "../elsewhere"), ("e2", "../elsewhere"), ("loop", "."), ("f.txt", "A.TXT"),
+                         ("none.txt", "nowhere")):
+        (corpus / name).symlink_to(target)
+    with pa.output_stream(corpus / "z.JSONL.GZ", compression="gzip") as file:
+        file.write(b'{"text": "z"}\n')
+    prepare = functools.partial(any_tokens.prepare, files=[corpus], tokenizer="bytes")
+    tokens = prepare(tmp_path / "out")
+    assert b"".join(prepared_text(tokens)) == b"A\0d\0" + b"e" * 20 + b"\0twice\0twice\0z\0"
+    assert tokens.meta["recipe"]["left_out"] == {
+        "ending in .md": 1, "ending in .py": 1, "ending in LICENSE": 1, "empty": 2, "hidden": 2, "met twice": 3,
+        "links to nothing, or no files": 1}
+    said = capsys.readouterr().err
+    assert f"1 ending in .md ({corpus}/b.md)" in said and f"{corpus}/same2.txt that of {corpus}/same.txt" in said
+    more = b"".join(prepared_text(prepare(tmp_path / "more", endings=(".MD", "lic*"))))
+    assert more == b"A\0md\0no ending\0d\0" + b"e" * 20 + b"\0twice\0twice\0z\0"
+
+
+GREEK = "αβγ, ünï 🙂\n" * 9
+ENCODINGS = [  # the file, --encoding, its text, or words of the line that refuses it
+    (b"\xef\xbb\xbf" + GREEK.encode(), None, GREEK), (GREEK.encode("utf-16"), None, GREEK),
+    (codecs.BOM_UTF32_BE + GREEK.encode("utf-32-be"), None, GREEK), (GREEK.encode(), "latin-1", GREEK),
+    ("café au lait\n".encode("latin-1") * 9, "latin-1", "café au lait\n" * 9),
+    (GREEK.encode("utf-16-le"), "utf-16-le", GREEK), ("日本語".encode("shift_jis") * 9, "shift_jis", "日本語" * 9),
+    (b"zero\0" * 9, "utf-8", "zero\0" * 9),
+    (b"a" * 350 + b"caf\xe9", None, "a.txt cannot be read (byte 353 is not utf-8: give --encoding"),
+    (GREEK.encode()[:-2], None, "byte 166 is not utf-8"), (b"a\0b\0" * 9, None, "byte 1 is a zero: give --encoding"),
+    (b"\xe9" * 40, "ascii", "byte 0 is not ascii"), (b"a", "klingon", "--encoding=klingon is unknown"),
+    (b"a", "base64", "--encoding=base64 is unknown")]
+
+
+@pytest.mark.parametrize("content, encoding, text", ENCODINGS)
+def test_encodings(small_units, tmp_path, content, encoding, text):
+    """Whatever the files beside it are: UTF-8 is read as such."""
+    (tmp_path / "a.txt").write_bytes(content)
+    prepare = lambda: any_tokens.prepare(tmp_path / "out", files=[tmp_path / "a.txt"], tokenizer="bytes",
+                                         encoding=encoding)
+    if "byte" in text or "unknown" in text:
+        rejected(prepare, text)
+    else:
+        assert b"".join(prepared_text(prepare())) == text.encode() + b"\0"
+
+
+@pytest.mark.parametrize("separator, between", [("<|endoftext|>", "\n<|endoftext|>\n"), (r"\n\n", "\n\n\n"),
+                                                ("\n--\n", "\r\n\n--\n")])
+def test_documents_between_separators(tmp_path, monkeypatch, separator, between):
+    """However the file falls into parts; nothing of empty documents, and of line breaks beside a separator."""
+    texts = [text.strip().replace("<|endoftext|>", "") for text in documents(60)] + ["x" * 99]
+    (tmp_path / "a.txt").write_text(between + between.join(texts) + between, encoding="utf-8")
+    for most in 5, 64, 10**6:
+        monkeypatch.setattr(sources, "PIECE_CHARS", most)
+        parts = list(sources.read_file(tmp_path / "a.txt", sources.Reading(separator=separator)))
+        assert "".join(text + "\0" * end for text, end in parts) == "".join(f"{text}\0" for text in texts)
+    write_jsonl(tmp_path / "b.jsonl", texts)
+    rejected(lambda: any_tokens.prepare(tmp_path, files=[tmp_path / "b.jsonl"], separator="x"), "--separator is for")
+
+
+def metaspace(folder, **special):
+    """A tokenizer like Mistral's, which begins each text with a blank, with dropout and unusual special tokens."""
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="[UNK]", dropout=special.get("dropout")))
+    bpe.normalizer = tokenizers.normalizers.Sequence([
+        tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁"),
+        *([tokenizers.normalizers.Lowercase()] if special.get("lower") else [])])
+    bpe.decoder = tokenizers.decoders.Sequence([
+        tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)])
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()  # of training only, as in SentencePiece
+    bpe.train_from_iterator([SOURCE], tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["[UNK]", "[EOS]", "<|bos|>"], show_progress=False,
+        initial_alphabet=[*map(chr, range(9, 127))]))
+    bpe.pre_tokenizer = None
+    bpe.save(str(folder / "tokenizer.json"))
+    return f"hf:{folder}"
+
+
+SOURCE = (ROOT / "model.py").read_text()[:20_000]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "hf"])
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(small_units, tmp_path, kind):
+    """Where the tokenizer can read it whole: a million blanks are too many for tiktoken."""
+    (tmp_path / "a.txt").write_text(SOURCE)
+    how = {"tokenizer": "gpt2", "vocab": VOCAB}
+    if kind == "hf":
+        how = {"tokenizer": metaspace(tmp_path), "end_of_text": "[EOS]"}
+    tokens = any_tokens.prepare(tmp_path / "out", files=[tmp_path / "a.txt"], val_fraction=0.01, **how)
+    text = Text(**how)
+    assert len(tokens.meta["splits"]["train"]["shards"]) > 9
+    n = len(tokens.train) - 9  # before the place where the text is divided
+    assert tokens.train[:n].tolist() == text.encode_ordinary(SOURCE)[:n]
+    long = "a" + " " * 10**6 + "b"
+    ids = text.encode(long)
+    text.begin()
+    assert kind == "hf" or "".join(text.decode(token) for token in ids) == long
+
+
+def test_tokenizers_of_other_people(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "a.jsonl", ["To be, or not to be"] * 40)
+    prepare = lambda out, **how: any_tokens.prepare(tmp_path / out, files=[source], **how)
+    kind = metaspace(tmp_path, dropout=0.9)
+    rejected(lambda: prepare("x", tokenizer=kind), "no token", "--end_of_text", "[UNK], [EOS], <|bos|>")
+    rejected(lambda: prepare("x", tokenizer=kind, end_of_text="</s>"), "no token </s> to end a text")
+    rejected(lambda: prepare("x", tokenizer="bytes", end_of_text="</s>"), "only for hf: tokenizers")
+    tokens = prepare("a", tokenizer=kind, end_of_text="<|bos|>")
+    again = Text(tokens.meta["tokenizer"], tokens.meta["table"])  # as a checkpoint knows it
+    assert again.end_of_text == "<|bos|>" and again.eot_token == tokens.meta["end_of_text"]
+    assert tokenizers.Tokenizer.from_str(json.dumps(again.tokenizer_json())).get_vocab_size() == again.n_vocab
+    ids = [*tokens.train[:].tolist(), *tokens.val[:].tolist()]
+    assert ids == [*again.encode_ordinary("To be, or not to be"), again.eot_token] * 40  # no dropout
+    assert tokens.bytes_per_token["val"] > 1
+    (tmp_path / "lossy").mkdir()
+    tokens = prepare("b", tokenizer=metaspace(tmp_path / "lossy", lower=True), end_of_text="[EOS]")
+    assert tokens.bytes_per_token is None and "does not give val back" in capsys.readouterr().err
+    (tmp_path / "model").mkdir()
+    rejected(lambda: Text(f"hf:{tmp_path}/model"), "has no tokenizer.json", "save_pretrained")
+
+
 NO_TOKENS = [  # arguments; words of the line
-    ({"files": None}, "--files"), ({"text_column": "content"}, "no column 'content'"),
-    ({"text_column": "id"}, "not text"),
-    ({"files": ["none"]}, "no such file"), ({"files": ["a.csv"]}, ".parquet"), ({"val_fraction": 1e-9}, "in val"),
+    ({"files": None}, "--files"), ({"text_column": "id"}, "a.jsonl cannot be read (line 1: 0 is not text but int"),
+    ({"text_column": "content"}, "(line 1 has no column 'content' (only text, id): give --text_column"),
+    ({"text_column": "content", "shuffle": 1}, "has no column 'content'"),
+    ({"files": ["none"]}, "no such file"), ({"files": ["a.csv"]}, "1 ending in .csv (a.csv): --endings"),
+    ({"files": ["empty.txt"]}, "nothing to read"), ({"files": ["pipe"]}, "pipe is neither a file nor a folder"),
+    ({"val_fraction": 1e-9}, "hold out 0"), ({"out": "."}, "--out . is inside --files"),
     ({"files": ["one.jsonl"], "shuffle": 1}, "1 documents"), ({"files": ["long.jsonl"]}, "a line of more than"),
+    ({"files": ["bad.jsonl"]}, "bad.jsonl cannot be read (line 3: Expecting value"),
+    ({"files": ["array.json"]}, "array.json cannot be read (line 1: not an object but a list"),
+    ({"files": ["a.parquet"]}, "has no column 'text' (only body, n)"),
+    ({"files": ["a.parquet"], "text_column": "n"}, "(row 2: 3 is not text"),
+    ({"files": None, "source": "hub"}, "hub has no split train (only test)"),
+    ({"files": None, "source": "a.jsonl"}, "--files a.jsonl"),
     *(({"files": [name], "shuffle": shuffle}, f"{name} cannot be read") for shuffle in (None, 1)
       for name in ("bad.jsonl", "cut.jsonl.gz", "bad.parquet"))]
 
 
 @pytest.mark.parametrize("how, words", NO_TOKENS)
 def test_what_any_tokens_refuses(small_units, tmp_path, monkeypatch, how, words):
+    """Nothing stays that would need --force."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(any_tokens, "MOST_OF_A_LINE", 1000)
+    monkeypatch.setattr(sources, "MOST_OF_A_LINE", 1000)
     source = write_jsonl(tmp_path / "a.jsonl", documents(20))
     write_jsonl(tmp_path / "one.jsonl", ["a"])
-    write_files(tmp_path, {"a.csv": "a", "bad.jsonl": '{"text": "a"}\n{"text": ', "bad.parquet": "not parquet",
+    write_files(tmp_path, {"a.csv": "a", "bad.jsonl": '{"text": "a"}\n\n{"text": ', "bad.parquet": "not parquet",
+                           "empty.txt": "", "array.json": '[{"text": "a"}]', "hub/test.jsonl": '{"text": "a"}',
                            "long.jsonl": '{"text": "a"}\n{"text": "' + "a " * 500 + '"}'})  # a bomb, say
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(source.read_bytes())[:-20])
-    usual = {"files": ["a.jsonl"], "tokenizer": "bytes", "val_fraction": 0.2}
-    rejected(lambda: any_tokens.prepare(tmp_path / "out", **{**usual, **how}), words)
+    parquet.write_table(pa.table({"body": ["a", "b"], "n": [None, 3]}), tmp_path / "a.parquet")
+    os.mkfifo(tmp_path / "pipe")
+    if how.get("out"):
+        how = {**how, "files": ["."]}
+    usual = {"out": "out", "files": ["a.jsonl"], "tokenizer": "bytes", "val_fraction": 0.2}
+    rejected(lambda: any_tokens.prepare(**{**usual, **how}), words)
+    assert any_tokens.prepare(**usual)
 
 
 @pytest.mark.parametrize("shuffle", [None, 2357])
@@ -695,15 +893,15 @@ def test_files_are_known_by_their_content(small_units, tmp_path, monkeypatch, sh
                                 val_fraction=0.2, shuffle=shuffle)
     replace = lambda path: path.write_bytes(path.read_bytes().replace(b"words", b"verbs"))
     if when == "while it is read":
-        read = any_tokens.read_file
+        read = sources.read_file
 
-        def edited(path, column):
-            yield from itertools.islice(read(path, column), 9)
+        def edited(path, reading):
+            yield from itertools.islice(read(path, reading), 9)
             replace(path)
 
         with monkeypatch.context() as patch:
-            patch.setattr(any_tokens, "read_file", edited)
-            rejected(prepare, "a.jsonl changed while it was read", "--force")
+            patch.setattr(sources, "read_file", edited)
+            rejected(prepare, "a.jsonl changed while it was read")
     elif when == "killed":
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(any_tokens, "finish_shards", mock.Mock(side_effect=KeyboardInterrupt))
@@ -715,7 +913,10 @@ def test_files_are_known_by_their_content(small_units, tmp_path, monkeypatch, sh
     times = b.stat().st_mtime_ns
     replace(b)
     os.utime(b, ns=(times, times))
-    rejected(prepare, "from other inputs", "--force")
+    if when == "while it is read":
+        prepare()  # it failed, and left nothing behind
+    else:
+        rejected(prepare, "from other inputs", "--force")
     assert prepare(force=True).meta["inputs"]
     rejected(lambda: prepare(val_fraction=0.3), "from other inputs")
     edit_meta(tmp_path / "out", inputs=None)  # another program wrote it
@@ -833,7 +1034,7 @@ def test_a_mixture_is_known_by_its_parts(parts, tmp_path):
     rejected(data.verify, f"{tmp_path}/b/train.bin is not the file")
 
 
-@pytest.mark.parametrize("text", ["a:0.8,b:0.1", "a,b", "a:0.5,b:x", "a:1.2,b:-0.2", ":0.5,b:0.5",
+@pytest.mark.parametrize("text", ["a:0.8,b:0.1", "a,b", "a:0.5,b:x", "a:0.5,./a:0.5", "a:1.2,b:-0.2", ":0.5,b:0.5",
                                   "a:0.12345,b:0.87655"])
 def test_shares_that_do_not_add_up_are_refused(text):
     rejected(lambda: mixture.parse_mixture(text), f"dataset={text}: ")

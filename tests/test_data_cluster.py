@@ -21,7 +21,7 @@ from pyarrow import parquet
 
 from data.prepared import SPLITS, DataError, Tokens
 from data.tokenizer import Text
-from data.tokens import cluster
+from data.tokens import cluster, sources
 from data.tokens import prepare as any_tokens
 from data.writer import preparing
 
@@ -124,7 +124,7 @@ def in_this_process(monkeypatch):
                 LocalPipelineExecutor(**copy.deepcopy(how))._run_for_rank(rank)
 
     monkeypatch.setattr(cluster, "run_locally", run_locally)
-    monkeypatch.setattr(any_tokens, "UNIT_BYTES", 1)
+    monkeypatch.setattr(sources, "UNIT_BYTES", 1)
 
 
 @pytest.mark.parametrize("tokenizer, tasks", [("gpt2", 3), ("large", 100), ("chars", 2)])
@@ -166,12 +166,12 @@ def test_what_it_refuses(in_this_process, tmp_path, monkeypatch):
     source = [write_jsonl(tmp_path / name, TEXTS) for name in ("a.jsonl", "b.jsonl")]
     prepare = lambda **changes: cluster.prepare(tmp_path / "out", **{
         "files": source, "tokenizer": "bytes", "val_fraction": 0.2, **changes})
-    (tmp_path / "c.txt").write_text("text")
+    (tmp_path / "c.txt").write_text("text " * 9)
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": ')
     for changes, *words in (({"shuffle": 2357}, "one process"),
                             ({"files": [tmp_path / "c.txt"]}, "c.txt"),
                             ({"files": [source[0], tmp_path / "bad.jsonl"]}, "1 of 2 tasks", "first of them task 1",
-                             "bad.jsonl cannot be read"), ({"val_fraction": 1e-9}, "in val: choose another"),
+                             "bad.jsonl cannot be read"), ({"val_fraction": 1e-9}, "hold out 0"),
                             ({"cluster": "slurm"}, "the partition and the time"),
                             ({"cluster": "slurm", "cluster_args": "partition=a,time=9"}, "no sbatch here"),
                             ({"cluster": "ray", "cluster_args": "num_cpus=x"}, "Ray does not take", "'x'")):

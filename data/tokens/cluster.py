@@ -17,7 +17,6 @@ submit again those that failed. Logs are in the folder datatrove of --out.
 
 import contextlib
 import hashlib
-import itertools
 import os
 import shlex
 import shutil
@@ -33,15 +32,17 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
 from configurator import Count
-from data.prepared import DTYPES, SPLITS, DataError
+from data.prepared import DTYPES, SPLITS, DataError, read_sealed
 from data.tokens import prepare as one_process
-from data.tokens.prepare import finish_shards, is_whole, split_of, token_arrays, write_shard
-from data.writer import preparing, run, token_dtype
-from runtime.records import BadRecord, fields, read_json, write_json
+from data.tokens.prepare import SAMPLE_CHARS, finish_shards, is_whole, split_of, token_arrays, write_shard
+from data.tokens.sources import check_unchanged, documents, in_short
+from data.writer import preparing, run, token_dtype, write_sealed
+from runtime.records import BadRecord, fields
 
 # datatrove, tqdm and ray are imported where they are used: only this needs them, and --help should not.
 
 ROOT = Path(__file__).resolve().parents[2]
+EACH_SAMPLED = 100  # documents of which one is decoded again
 MOST_TASKS = 1000  # unless --tasks is given; Slurm's own limit of an array is 1001
 
 
@@ -65,33 +66,36 @@ class Tokenizer:
 class Task:
     """The steps of a task before and after DocumentTokenizer; each is called with (documents, rank, number of tasks).
 
-    folder: --out; units, text, meta, before: of `plan`.
+    folder: --out; work: of `plan`.
     """
 
-    def __init__(self, folder, units, text, meta, before):
-        self.folder, self.units, self.text, self.meta, self.before = folder, units, text, meta, before
+    def __init__(self, folder, work):
+        self.folder, self.text, self.meta, self.work = folder, work.text, work.meta, work
 
     def read(self, _, rank, tasks):
         """The documents of the task's units. datatrove's readers leave out empty ones and lines that they cannot parse,
         and number what they stream by task."""
         self.lock = contextlib.ExitStack()  # closed when the shards are written
         self.lock.enter_context(preparing(self.folder / f"task-{rank:05d}"))  # before DocumentTokenizer opens its file
-        return self.documents(len(self.units) * rank // tasks, len(self.units) * (rank + 1) // tasks)
+        n_units = len(self.work.units)
+        return self.documents(n_units * rank // tasks, n_units * (rank + 1) // tasks)
 
     def documents(self, first, end):
         from datatrove.data import Document
 
-        column = self.meta["recipe"]["text_column"]
         for unit in range(first, end):
-            for number, (official, text, _) in enumerate(one_process.documents(self.units[unit], column)):
+            for number, (official, text, _) in enumerate(documents(self.work.units[unit], self.work.reading)):
                 yield Document(text, f"{unit}/{number}", metadata={"split": official})
 
     def hold_out(self, documents, rank, tasks):
-        """Notes the split and the bytes of each document."""
+        """Notes the split and the bytes of each document; None where the tokens of a sample do not give it back."""
         self.notes = []
-        for document in documents:
+        for number, document in enumerate(documents):
             split = split_of(document.metadata["split"], document.id, self.meta["recipe"]["val_fraction"])
-            self.notes.append((split, len(document.text.encode("utf-8", "surrogatepass"))))
+            size = len(document.text.encode("utf-8", "surrogatepass"))
+            if number % EACH_SAMPLED == 0 and not self.text.gives_back(document.text[:SAMPLE_CHARS]):
+                size = None
+            self.notes.append((split, size))
             yield document
 
     def write(self, _, rank, tasks):
@@ -101,29 +105,30 @@ class Task:
         dtype = DTYPES[token_dtype(self.text.n_vocab)]
         parts = {split: [] for split in SPLITS}
         with self.lock:
-            one_process.check_unchanged(self.units, self.before)
+            check_unchanged(self.work.before)
             ends = np.fromfile(index, "<u8").astype(np.int64)
             tokens = np.asarray(np.memmap(path, dtype, "r")) if len(ends) else np.empty(0, dtype)
             for (split, size), part in zip(self.notes, np.split(tokens, ends)[:-1], strict=True):
                 parts[split].append((part, size, 1))
             shard = write_shard(self.folder, f"task-{rank:05d}/", parts, self.text.n_vocab)
-            write_json(self.folder / f"task-{rank:05d}/shard.json", shard)
+            record = {"inputs": self.meta["inputs"], "splits": shard}
+            write_sealed(self.folder / f"task-{rank:05d}/shard.json", record)
             path.unlink()
             index.unlink()
-        shards = written(self.folder, tasks, self.text.n_vocab)
+        shards = written(self.folder, tasks, self.work)
         if None not in shards:
             finish_shards(self.folder, shards, self.meta)
 
 
-def written(folder, tasks, n_vocab, read=False):
-    """[{split: its entry for meta.json}, ...] of all tasks; None for one whose shard is not there in full, or with
-    `read` of another content."""
+def written(folder, tasks, work, read=False):
+    """[{split: its entry for meta.json}, ...] of all tasks; None for one whose shard is not there in full, or of other
+    inputs, or with `read` of another content."""
     shards = [None] * tasks
     for rank in range(tasks):
         with contextlib.suppress(BadRecord), fields():
-            entries = read_json(folder / f"task-{rank:05d}/shard.json")
-            if is_whole(folder, entries, n_vocab, read):
-                shards[rank] = entries
+            record = read_sealed(folder / f"task-{rank:05d}/shard.json")
+            if record["inputs"] == work.meta["inputs"] and is_whole(folder, record["splits"], work.text.n_vocab, read):
+                shards[rank] = record["splits"]
     return shards
 
 
@@ -196,7 +201,7 @@ def run_on_ray(workers, options, **how):
         reserved = {key: float(value) for key, value in options.items()}
         ray.init(address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise DataError(f"Ray does not take --cluster_args ({one_process.in_short(error)}): give the address of one "
+        raise DataError(f"Ray does not take --cluster_args ({in_short(error)}): give the address of one "
                         "that runs, and numbers: address=auto,num_cpus=1,memory=2e9") from None
     RayPipelineExecutor(workers=workers, ray_remote_kwargs=reserved, **how).run()
     ray.shutdown()
@@ -225,36 +230,40 @@ def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, 
         raise DataError("nanoGPT's shuffle and split need one process: python data/openwebtext/prepare.py")
     if files:
         files = [Path(path).absolute() for path in files]
-    units, text, meta, before = one_process.plan(files=files, **choices)
-    if files:
-        refuse_txt(units)
-    tasks = min(tasks, len(units))
     folder = Path(out).absolute()
+    if cluster == "slurm" and shlex.quote(str(folder)) != str(folder):
+        raise DataError(f"--out {folder}: choose a path of letters, digits and ./_- for the scripts of Slurm")
+    work = one_process.plan(files=files, out=out, **choices)
+    refuse_pieces(work)
+    meta = work.meta
+    tasks = min(tasks, len(work.units))
     meta["inputs"] = hashlib.sha256(f"{meta['inputs']} in {tasks} tasks".encode()).hexdigest()
     job = folder / "datatrove/job"
     if cluster == "slurm" and is_queued(job):
-        ended = tasks - written(folder, tasks, text.n_vocab).count(None)
+        ended = tasks - written(folder, tasks, work).count(None)
         print(f"{folder}: {ended} of {tasks} tasks have ended; job {job.read_text()} has the others")
         return None
     with preparing(folder):
+        if not any(folder.glob("task-*/shard.json")):
+            (folder / "plan.json").unlink(missing_ok=True)  # of a preparation that made nothing
         if tokens := one_process.begin(folder, meta["inputs"], force):
             return tokens
         if force:
             for path in [folder / "datatrove", *folder.glob("task-*")]:
                 shutil.rmtree(path, ignore_errors=True)
-        shards = written(folder, tasks, text.n_vocab, read=True)
+        shards = written(folder, tasks, work, read=True)
         if None in shards:
             if job.exists():
                 print(f"{failure(folder, shards)} in job {job.read_text()}: see {folder}/datatrove/slurm_logs")
             mark_ended(folder, shards)
-            write_json(folder / "plan.json", {"inputs": meta["inputs"]})
-            how = pipeline(tokenizer_class, Task(folder, units, text, meta, before), tasks)
+            write_sealed(folder / "plan.json", {"inputs": meta["inputs"]})
+            how = pipeline(tokenizer_class, Task(folder, work), tasks)
             run_tasks(cluster, cluster_args, workers, job, how)
             if cluster == "slurm":
                 print(f"{folder}: {shards.count(None)} of {tasks} tasks submitted as job {job.read_text()}; rerun this "
                       "command to see how many have ended")
                 return None
-            shards = written(folder, tasks, text.n_vocab)
+            shards = written(folder, tasks, work)
         if None in shards:
             raise DataError(f"{failure(folder, shards)}: rerun this command to resume")
         return finish_shards(folder, shards, meta)
@@ -271,10 +280,12 @@ def import_datatrove():
     return DocumentTokenizer
 
 
-def refuse_txt(units):
-    for path in itertools.chain(*units):
-        if path.name.removesuffix(".gz").removesuffix(".zst").endswith(".txt"):
-            raise DataError(f"{path} is one document, encoded in pieces: leave .txt files to data/tokens/prepare.py")
+def refuse_pieces(work):
+    for path in work.before:
+        if work.reading.kind(path) == "text":
+            raise DataError(f"{path} is encoded in pieces: leave .txt files to data/tokens/prepare.py")
+    if work.splitting.cut is not None:
+        raise DataError("these few documents are divided: leave them to data/tokens/prepare.py")
 
 
 def mark_ended(folder, shards):

@@ -3,14 +3,14 @@
     python data/tokens/prepare.py fineweb_edu                            # a recipe: into data/fineweb_edu
     python data/tokens/cluster.py fineweb_edu --cluster=slurm            # the same tokens, made on many machines
     python data/tokens/prepare.py allenai/c4 --subset=en --tokenizer=tiktoken:gpt2 --out data/c4
-    python data/tokens/prepare.py --files corpus/ --tokenizer=hf:FOLDER --out data/mine  # parquet, jsonl(.gz, .zst) ...
+    python data/tokens/prepare.py --files corpus/ --tokenizer=hf:FOLDER --out data/mine  # docs/your-data.md
     python data/openwebtext/prepare.py                                   # the recipe openwebtext
     python data/tokens/prepare.py openwebtext --files owt/ --vocab gpt2_vocab            # a machine without network
     python train.py config/longhorn_1b3.py --dataset=fineweb_edu         # or --dataset=fineweb_edu:0.8,mine:0.2
 
 Documents stay in the order of their source, each followed by the tokenizer's end of text: training reads windows in
-random order anyway. A document is held out where the source has a validation split, and else by the hash of its place.
-A .txt file is one document, and is encoded in pieces that end with a line, or of a line above 4 MB with a word.
+random order anyway. A document is held out where the source has a validation split, and else by the hash of its place;
+of few documents the last part of the text is held out: a tenth, at most a million characters.
 
 Local files are known by the sha256 of their content, for which each start reads them whole, about 1 GB a second; a
 folder with tokens from other content is refused, and so is a file that changes while it is read.
@@ -19,12 +19,12 @@ With --shuffle, as in openwebtext, the tokens are those of nanoGPT, in its order
 the documents and holds some out, which needs all of them on disk, in the cache of datasets (HF_HOME; OpenWebText: 54
 GB). OpenWebText gives 9,035,582,198 tokens to train on and 4,434,897 for validation; the script warns of other counts.
 
-It can be killed at any time; rerun the command to resume after the last shard, of some 100M tokens, in plan.json.
+It can be killed at any time; rerun the command to resume after the last shard, of some 100M tokens, in plan.json. If
+local files cannot be read, nothing stays.
 Tokens depend neither on --workers nor on kills.
 """
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
@@ -40,13 +40,21 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
 import configurator
 from configurator import Count, Seed, Share
-from data.prepared import DTYPES, SPLITS, DataError, file_sha256
+from data.prepared import DTYPES, SPLITS, DataError, file_sha256, read_sealed
 from data.shards import shards_sha256
-from data.tokenizer import Text, canonical
-from data.writer import finish, finished, preparing, run, token_dtype, warn_single_document, write_split
-from runtime.records import BadRecord, fields, read_json, write_json
-
-# datasets, pyarrow and tqdm are imported where they are used: they take seconds, and --help should not.
+from data.tokenizer import Text, canonical, whole_characters
+from data.tokens.sources import (
+    Reading,
+    about,
+    check_unchanged,
+    documents,
+    hub_units,
+    local_units,
+    shuffled_units,
+    stamps,
+)
+from data.writer import finish, finished, preparing, run, token_dtype, warn_single_document, write_sealed, write_split
+from runtime.records import BadRecord, fields
 
 MISTRAL = "hf:mistralai/Mistral-7B-v0.1"
 OWT, NANOGPT_SPLIT = "Skylion007/openwebtext", {"val_fraction": 0.0005, "shuffle": 2357}
@@ -59,194 +67,16 @@ RECIPES = {  # name: the arguments it stands for
     "climbmix": {"source": "karpathy/climbmix-400b-shuffle", "tokenizer": "tiktoken:gpt2"},
 }
 OWT_DOCUMENTS, OWT_TOKENS = 8_013_769, {"train": 9_035_582_198, "val": 4_434_897}  # as nanoGPT published them
-ENDINGS = (".parquet", *(kind + packed for kind in (".jsonl", ".json", ".txt") for packed in ("", ".gz", ".zst")))
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 SHARD_TOKENS = 100_000_000
-UNIT_BYTES, UNIT_DOCUMENTS = 1 << 28, 200_000  # small files are joined up to this; of shuffled documents
 BATCH_CHARS = 1 << 20  # encoded at a time by a worker
-MOST_OF_A_LINE = 1 << 28  # bytes of a document in a jsonl file, which is read whole
-OFFICIAL = ("validation", "val", "valid", "test")  # names of a split that holds documents out
+SAMPLE_CHARS = 4096  # of each batch, decoded to see whether tokens give the text back
+VAL_FRACTION, MOST_HELD_OUT = 0.0005, 1 << 20  # of documents; characters of few documents
+FEW = 8  # documents
+USUAL_MARK = "<|endoftext|>"
 
 
-# -------------------------------------------------------------------------------------------------- where documents are
-
-def local_units(paths):
-    """[[Path, ...], ...]: the files, folders read through, in units. Raises DataError."""
-    units, size = [], UNIT_BYTES
-    for path in map(Path, paths):
-        below = [p for p in sorted(path.rglob("*")) if p.name.endswith(ENDINGS)] if path.is_dir() else [path]
-        if not below or not all(p.is_file() and p.name.endswith(ENDINGS) for p in below):
-            raise DataError(f"--files {path}: no such file, or a folder without any, that ends in {', '.join(ENDINGS)}")
-        for file in below:
-            if size >= UNIT_BYTES:
-                units.append([])
-                size = 0
-            units[-1].append(file)
-            size += file.stat().st_size
-    return units
-
-
-def stamps(units):
-    """{path: what changes when the file is replaced or written to} of units of local files; {} of other units."""
-    paths = [path for unit in units or () if isinstance(unit, list) for path in unit]
-    return {path: (s.st_ino, s.st_size, s.st_mtime_ns) for path, s in ((path, path.stat()) for path in paths)}
-
-
-def check_unchanged(units, before):
-    """Raises DataError if a local file is no longer the one whose stamp `before` holds."""
-    for path, stamp in stamps(units).items():
-        if stamp != before[path]:
-            raise DataError(f"{path} changed while it was read: leave it alone, and prepare again with --force")
-
-
-def contents(units):
-    """[[(name, sha256 of the content), ...], ...] of units of local files. Raises OSError."""
-    with ThreadPoolExecutor() as pool:
-        hashes = pool.map(file_sha256, itertools.chain(*units))
-        return [[(path.name, next(hashes)) for path in unit] for unit in units]
-
-
-def as_text(value):
-    """A document as it stands in a column: None is an empty one. Raises TypeError for what is no text."""
-    if not isinstance(value, str | None):
-        raise TypeError(f"{str(value)[:20]} is not text")
-    return value or ""
-
-
-def in_short(error):
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-
-
-def pieces_of_text(stream):
-    """The (bytes, whether it is the last) of a text's pieces: whole lines; a line above 4 BATCH_CHARS is cut before
-    spaces, or between characters where there are none."""
-    rest, size = [], 0
-    while piece := stream.read(BATCH_CHARS):
-        lines, newline, last = piece.rpartition(b"\n")
-        if newline:
-            yield b"".join([*rest, lines, newline]), False
-            rest, size = [], 0
-        rest.append(last)
-        size += len(last)
-        if size > 4 * BATCH_CHARS:
-            line = b"".join(rest)
-            cut = line.rfind(b" ")
-            if cut < 1:
-                cut = next(i for i in range(size - 1, 0, -1) if line[i] & 0xC0 != 0x80 or i < size - 4)
-            yield line[:cut], False
-            rest, size = [line[cut:]], size - cut
-    yield b"".join(rest), True
-
-
-def read_file(path, column):
-    """The (text, whether a document ends with it) of a file. Raises DataError for what cannot be read."""
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    try:
-        if path.suffix == ".parquet":
-            for batch in pa.parquet.ParquetFile(path).iter_batches(1000, columns=[column]):
-                yield from ((as_text(text), True) for text in batch.column(0).to_pylist())
-            return
-        with pa.input_stream(path, compression="detect", buffer_size=1 << 22) as stream:
-            if path.name.removesuffix(".gz").removesuffix(".zst").endswith(".txt"):
-                for piece, end in pieces_of_text(stream):
-                    yield piece.decode("utf-8", "replace"), end
-                return
-            rest = []  # the parts of a line that is not whole yet
-            while piece := stream.read(1 << 24):
-                *lines, last = piece.split(b"\n")
-                if lines:
-                    lines[0], rest = b"".join([*rest, lines[0]]), []
-                rest.append(last)
-                if sum(map(len, rest)) > MOST_OF_A_LINE:
-                    raise ValueError(f"a line of more than {MOST_OF_A_LINE:,} bytes")
-                yield from ((as_text(json.loads(line)[column]), True) for line in lines if line.strip())
-            if (line := b"".join(rest)).strip():
-                yield as_text(json.loads(line)[column]), True
-    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        why = f"no column {column!r}" if isinstance(error, LookupError) else in_short(error)
-        raise DataError(f"{path} cannot be read ({why}): repair or leave out the file, or name another --text_column"
-                        ) from None
-
-
-def hub_units(source, subset):
-    """[(split or None, function that opens a shard), ...] of a data set of the hub, streamed. Raises DataError."""
-    try:
-        import datasets
-
-        streams = datasets.load_dataset(source, subset, streaming=True)
-        official = next((name for name in OFFICIAL if name in streams), None)
-        names = {"train": "train"} | ({"val": official} if official else {})
-        return [(split if official else None, functools.partial(streams[name].shard, streams[name].num_shards, i))
-                for split, name in names.items() for i in range(streams[name].num_shards)]
-    except Exception as error:  # the hub's client has a dozen exceptions for "cannot be reached"
-        raise DataError(f"{source} cannot be streamed ({in_short(error)}): check name, --subset and network, or bring "
-                        "its files here and pass --files") from None
-
-
-def shuffled_units(source, subset, units, column, val_fraction, seed, key, before):
-    """[(split, function that opens a part), ...] of datasets' train_test_split. Raises DataError.
-
-    units: of local files, or None; key: the hash of their content, under which their documents are cached; before:
-    their stamps.
-    """
-    try:
-        import datasets
-
-        if units is None:
-            whole = datasets.load_dataset(source, subset, split="train")
-        else:
-            whole = datasets.Dataset.from_generator(functools.partial(rows, units, column, before),
-                                                    fingerprint=key[:16])
-    except Exception as error:
-        error = error.__cause__ or error  # that of a generator, a DataError from read_file say
-        if isinstance(error, DataError):
-            raise error from None
-        raise DataError(f"{source or 'the files'} cannot be loaded ({in_short(error)}): check name, network and disk, "
-                        "or bring its files here and pass --files") from None
-    try:
-        parts = whole.train_test_split(test_size=val_fraction, seed=seed)
-    except ValueError as error:
-        raise DataError(f"{len(whole):,} documents cannot be split at --val_fraction {val_fraction:g} "
-                        f"({in_short(error)})") from None
-    return [(split, functools.partial(part.select, range(i, min(i + UNIT_DOCUMENTS, len(part)))))
-            for split, part in (("train", parts["train"]), ("val", parts["test"]))
-            for i in range(0, len(part), UNIT_DOCUMENTS)]
-
-
-def rows(units, column, before):
-    """The documents of local files as rows of a Dataset. Raises DataError."""
-    pieces = []
-    for unit in units:
-        for _, text, end in documents(unit, column):
-            pieces.append(text)
-            if end:
-                yield {column: "".join(pieces)}
-                pieces.clear()
-    check_unchanged(units, before)  # or the cache would hold other documents under this content's key
-
-
-def documents(unit, column):
-    """The (split or None, text, whether a document ends with it) of a unit, in order. Raises DataError."""
-    if isinstance(unit, list):
-        for path in unit:
-            yield from ((None, *item) for item in read_file(path, column))
-        return
-    split, opened = unit
-    try:
-        for page in opened().iter(100):
-            if column not in page:
-                raise DataError(f"the documents have no column {column!r} (only {', '.join(page)}): give --text_column")
-            yield from ((split, as_text(text), True) for text in page[column])
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(f"the documents cannot be read on ({in_short(error)}): run the same command again, or name "
-                        "another --text_column") from None
-
-
-# ------------------------------------------------------------------------------------------------------------- encoding
+# ----------------------------------------------------------------------------------------------------- what is held out
 
 def split_of(official, place, fraction):
     """The split of the document at a place ("unit/number"): the source's, or, by hash, 'val' for that fraction."""
@@ -254,65 +84,155 @@ def split_of(official, place, fraction):
     return official or ("val" if place < fraction * 2**64 else "train")
 
 
-def in_batches(units, column, fraction, first=0, items=0):
-    """(unit, items of it so far, [(split, text, end), ...]) per BATCH_CHARS characters, after so many of unit `first`.
+def few_documents(units, reading, fraction):
+    """The characters of all documents, where there are fewer than FEW or `split_of` would leave a split without any;
+    else None, which is known before much is read."""
+    splits, n_documents, chars, marks = set(), 0, 0, 0
+    for unit, source in enumerate(units):
+        number = 0
+        unmarked = isinstance(source, list) and reading.kind(source[0]) == "text" and not reading.separator
+        for official, text, end in documents(source, reading):
+            splits.add(split_of(official, f"{unit}/{number}", fraction))
+            chars += len(text)
+            marks += unmarked and text.count(USUAL_MARK)
+            number += end
+            n_documents += end
+            if official or len(splits) == len(SPLITS) and n_documents >= FEW:
+                return None
+    if marks:
+        print(f"{USUAL_MARK} stands in the text {marks:,} times and is read as text: --separator='{USUAL_MARK}' lets "
+              "it end documents of .txt files", file=sys.stderr)
+    return chars
+
+
+def characters_to_train_on(chars, fraction):
+    """Of so many characters of few documents; the rest is held out. Raises DataError if that is nearly none."""
+    held_out = int(chars * fraction) if fraction else min(chars // 10, MOST_HELD_OUT)
+    if not 2 <= held_out <= chars - 2:
+        raise DataError(f"{chars:,} characters are too few to hold out {held_out:,} of them: add text, or choose "
+                        "another --val_fraction")
+    print(f"few documents: the last {held_out:,} of {chars:,} characters are held out, or what --val_fraction says",
+          file=sys.stderr)
+    return chars - held_out
+
+
+class Splitting:
+    """Which split text goes to: the source's, or by the hash of the document's place; with `cut`, of few documents,
+    the first so many characters are to be trained on, up to the end of a line or word, and the rest is held out."""
+
+    def __init__(self, fraction, cut=None):
+        self.fraction, self.cut = fraction, cut
+        self.seen = 0
+
+    def parts(self, official, place, text):
+        """[(split, text), ...] of the next text."""
+        if self.cut is None:
+            return [(split_of(official, place, self.fraction), text)]
+        here = self.cut - self.seen
+        self.seen += len(text)
+        if here >= len(text):
+            return [("train", text)]
+        if here <= 0:
+            return [("val", text)]
+        near = here + (len(text) - here) // 10
+        line, word = text.find("\n", here, near), text.find(" ", here, near)
+        if line >= 0:
+            here = line + 1
+        elif word >= 0:
+            here = word
+        return [("train", text[:here]), ("val", text[here:])]
+
+
+# ------------------------------------------------------------------------------------------------------------- encoding
+
+@dataclass
+class Piece:
+    """Of a document. before: the character before it, "" where a document begins; end: whether it ends with it."""
+
+    split: str
+    text: str
+    before: str
+    end: bool = False
+
+
+def in_batches(units, reading, splitting, first=0, items=0):
+    """(unit, items of it so far, [Piece, ...]) per BATCH_CHARS characters, after so many of unit `first`.
 
     Raises DataError.
     """
-    for unit in range(first, len(units)):
-        batch, chars, document, n = [], 0, 0, 0
-        for n, (official, text, end) in enumerate(documents(units[unit], column), 1):
-            if n > items:
-                batch.append((split_of(official, f"{unit}/{document}", fraction), text, end))
-                chars += len(text)
-            document += end
+    for unit in range(first if splitting.cut is None else 0, len(units)):
+        batch, chars, number, n = [], 0, 0, 0
+        before, last = "", None
+        done = items if unit == first else 0
+        for n, (official, text, end) in enumerate(documents(units[unit], reading), 1):
+            for split, part in splitting.parts(official, f"{unit}/{number}", text):
+                if split != last:
+                    before = ""
+                batch.append(Piece(split, part, before))
+                chars += len(part)
+                before, last = part[-1:], split
+            batch[-1].end = end
+            if end:
+                before = ""
+                number += 1
+            if unit < first or n <= done:
+                batch, chars = [], 0
             if chars >= BATCH_CHARS:
                 yield unit, n, batch
                 batch, chars = [], 0
-        if n < items:
+        if n < done:
             raise DataError(f"file {unit + 1} of the source has changed since its first shards were written: prepare "
                             "again with --force")
         if batch:
             yield unit, n, batch
-        items = 0
 
 
-def token_arrays(text, pieces):
-    """The token ids of each piece of text, in which <|endoftext|> is text like any other."""
+def token_arrays(text, texts):
+    """The token ids of each of these texts, in which <|endoftext|> is text like any other."""
     if text.kind == "bytes":
-        return [np.frombuffer(piece.encode("utf-8", "surrogatepass"), np.uint8) for piece in pieces]
+        return [np.frombuffer(piece.encode("utf-8", "surrogatepass"), np.uint8) for piece in texts]
     if text.kind == "char":
-        return [text.encode_ordinary(piece) for piece in pieces]
+        return [text.encode_ordinary(piece) for piece in texts]
     if text.kind == "hf":
         text.encoding.encode_special_tokens = True
-        return [encoding.ids for encoding in text.encoding.encode_batch_fast(pieces, add_special_tokens=False)]
+        whole = [whole_characters(piece) for piece in texts]
+        return [encoding.ids for encoding in text.encoding.encode_batch_fast(whole, add_special_tokens=False)]
     try:
-        return [text.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces]
-    except UnicodeEncodeError:  # half a pair of surrogates, which this function of tiktoken's does not replace
-        return [text.encode_ordinary(piece) for piece in pieces]
+        return [text.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in texts]
+    except ValueError:  # half a pair of surrogates, or more blanks than its regular expression takes
+        return [text.encode_ordinary(piece) for piece in texts]
 
 
 def encode(text, batch, dtype):
-    """{split: (its tokens, bytes, documents)} of a batch."""
-    eot, encoded = [text.eot_token], {split: ([np.empty(0, dtype)], 0, 0) for split in SPLITS}
-    for (split, piece, end), ids in zip(batch, token_arrays(text, [piece for _, piece, _ in batch]), strict=True):
-        arrays, size, n = encoded[split]
-        arrays += [np.asarray(part, dtype) for part in (ids, eot)[:1 + end]]
-        encoded[split] = arrays, size + len(piece.encode("utf-8", "surrogatepass")), n + end
-    return {split: (np.concatenate(arrays), size, n) for split, (arrays, size, n) in encoded.items()}
+    """{split: (its tokens, bytes, documents)} of a batch; no bytes where the tokens do not give a sample back."""
+    if text.kind == "hf" and any(piece.before for piece in batch):
+        arrays = [text.encode_after(piece.before, piece.text) for piece in batch]
+    else:
+        arrays = token_arrays(text, [piece.text for piece in batch])
+    parts = {split: [np.empty(0, dtype)] for split in SPLITS}
+    sizes, counts = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
+    for piece, ids in zip(batch, arrays, strict=True):
+        parts[piece.split].append(np.asarray(ids, dtype))
+        if piece.end:
+            parts[piece.split].append(np.array([text.eot_token], dtype))
+        sizes[piece.split] += len(piece.text.encode("utf-8", "surrogatepass"))
+        counts[piece.split] += not piece.before
+    exact = text.gives_back(max((piece.text for piece in batch), key=len)[:SAMPLE_CHARS])
+    return {split: (np.concatenate(parts[split]), sizes[split] if exact else None, counts[split]) for split in SPLITS}
 
 
-def encode_shards(folder, shards, units, text, column, fraction, workers):
+def encode_shards(folder, shards, work, workers):
     """Write the shards that follow `shards` and append their records: {"unit", "items" of it so far, "splits"}. Yields
     after each of them."""
     from tqdm import tqdm
 
-    dtype, parts = np.dtype(DTYPES[token_dtype(text.n_vocab)]), {split: [] for split in SPLITS}
+    text, dtype = work.text, np.dtype(DTYPES[token_dtype(work.text.n_vocab)])
+    parts = {split: [] for split in SPLITS}
     start = (shards[-1]["unit"], shards[-1]["items"]) if shards else ()
     with ThreadPoolExecutor(workers) as pool, tqdm(unit=" tokens", unit_scale=True) as bar:
         # threads: tokenizers are written in Rust, and release the GIL
         submitted = ((unit, items, pool.submit(encode, text, batch, dtype))
-                     for unit, items, batch in in_batches(units, column, fraction, *start))
+                     for unit, items, batch in in_batches(work.units, work.reading, work.splitting, *start))
         waiting = list(itertools.islice(submitted, 2 * workers))
         while waiting:
             unit, items, encoded = waiting.pop(0)
@@ -320,7 +240,7 @@ def encode_shards(folder, shards, units, text, column, fraction, workers):
                 parts[split].append(part)
                 bar.update(len(part[0]))
             waiting += itertools.islice(submitted, 1)
-            bar.set_description(f"file {unit + 1} of {len(units)}")
+            bar.set_description(f"file {unit + 1} of {len(work.units)}")
             if not waiting or sum(len(ids) for split in SPLITS for ids, _, _ in parts[split]) >= SHARD_TOKENS:
                 splits = write_shard(folder, f"{len(shards):05d}.", parts, text.n_vocab)
                 shards.append({"unit": unit, "items": items, "splits": splits})
@@ -338,8 +258,14 @@ def write_shard(folder, prefix, parts, n_vocab):
         if any(len(ids) for ids, _, _ in of):
             name = f"{prefix}{split}.bin"
             entries[split] = {"file": name, **write_split(folder / name, (ids for ids, _, _ in of), n_vocab),
-                              "bytes": sum(size for _, size, _ in of), "documents": sum(n for _, _, n in of)}
+                              "bytes": total(size for _, size, _ in of), "documents": sum(n for _, _, n in of)}
     return entries
+
+
+def total(sizes):
+    """Their sum; None if one of them is not known."""
+    sizes = list(sizes)
+    return None if None in sizes else sum(sizes)
 
 
 def is_whole(folder, splits, n_vocab, read=False):
@@ -357,15 +283,19 @@ def finish_shards(folder, shards, meta):
         entries = [shard[split] for shard in shards if split in shard]
         if not entries:
             raise DataError(f"no document of {folder} is in {split}: choose another --val_fraction, or add documents")
-        total = {key: sum(entry[key] for entry in entries) for key in ("tokens", "bytes", "documents")}
+        counts = {key: total(entry[key] for entry in entries) for key in ("tokens", "bytes", "documents")}
         splits[split] = {
-            **total,
+            **counts,
             "max_token": max(entry["max_token"] for entry in entries),
             "sha256": shards_sha256([entry["sha256"] for entry in entries]),
             "shards": [{key: entry[key] for key in ("file", "tokens", "sha256")} for entry in entries],
         }
-        warn_single_document(split, total["documents"], total["tokens"],
-                             "choose another --val_fraction, or add documents")
+        if not meta["recipe"]["held_out_from"]:
+            warn_single_document(split, counts["documents"], counts["tokens"],
+                                 "choose another --val_fraction, or add documents")
+        if counts["bytes"] is None:
+            print(f"{meta['tokenizer']} does not give {split} back (lower case, or characters it does not know): no "
+                  "bits per byte", file=sys.stderr)
     return finish(folder, {"dataset": folder.resolve().name, **meta, "splits": splits})
 
 
@@ -381,22 +311,37 @@ def count_warning(meta):
             "published: losses cannot be compared with nanoGPT's")
 
 
-def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=None, text_column="text",
-         val_fraction=0.0005, shuffle=None):
-    """What a preparation works on: (units, Text, what meta.json says of them, the files' stamps). Raises DataError.
+@dataclass
+class Work:
+    """What a preparation works on."""
 
-    The hash meta["inputs"] is that of all that the tokens follow from. With --shuffle the units are those of local
-    files, or None: they are shuffled later (`shuffled_units`).
-    """
+    units: list  # of documents; with --shuffle those of local files, or None: they are shuffled later
+    text: Text
+    meta: dict  # what meta.json says of them; meta["inputs"] is the hash of all that the tokens follow from
+    reading: Reading
+    splitting: Splitting
+    before: dict  # the local files' stamps
+
+
+def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=None, end_of_text=None,
+         text_column="text", encoding=None, separator=None, endings=(), val_fraction=None, shuffle=None, out=None):
+    """The Work of a preparation; says on standard error what is left out. Raises DataError."""
     if (source is None) == (not files):
         raise DataError("give a recipe or a name of Hugging Face's hub, or --files, and not both")
-    units, table = local_units(files) if files else None, None
+    reading, units, table = Reading(text_column, encoding, separator, endings), None, None
+    if files:
+        files = [Path(path) for path in files]
+        refuse_inside(out, files)
+        units = local_units(files, reading)
     before = stamps(units)
+    if separator and not any(reading.kind(path) == "text" for path in before):
+        raise DataError("--separator is for .txt files and those of --endings, and there are none")
     if canonical(tokenizer) == "char":
         if not files:
             raise DataError("--tokenizer=chars reads all documents for their characters first: it needs --files")
-        table = "".join(sorted({"\0"}.union(*(text for unit in units for _, text, _ in documents(unit, text_column)))))
-    text = Text(tokenizer, table, vocab)
+        table = characters(units, reading)
+    text = Text(tokenizer, table, vocab, end_of_text)
+    end = text.eot_token  # raises where there is none, before much is read
     if files:
         documents_from = contents(units)
     elif shuffle is None:
@@ -404,30 +349,76 @@ def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=
         documents_from = [source, subset, len(units)]
     else:
         documents_from = [source, subset]
-    inputs = [documents_from, text.name, text.table, text_column, val_fraction] + [shuffle] * (shuffle is not None)
+    fraction, cut = val_fraction or VAL_FRACTION, None
+    if shuffle is None and (chars := few_documents(units, reading, fraction)) is not None:
+        cut = characters_to_train_on(chars, val_fraction)
+    how = {"encoding": encoding, "separator": separator, "endings": list(endings), "held_out_from": cut}
+    inputs = [documents_from, text.name, text.table, text_column, fraction] + [shuffle] * (shuffle is not None)
+    if any(how.values()):
+        inputs.append(how)
+    if reading.left_out:
+        print(about(reading.left_out).removeprefix("; "), file=sys.stderr)
     recipe = {"source": source, "subset": subset, "files": files and [str(path) for path in files],
-              "text_column": text_column, "val_fraction": val_fraction, "shuffle": shuffle}
-    return units, text, {"vocab_size": text.n_vocab, "tokenizer": text.name, "table": text.table,
-                         "end_of_text": text.eot_token, "how": shlex.join(["python", *sys.argv]), "recipe": recipe,
-                         "inputs": hashlib.sha256(json.dumps(inputs).encode()).hexdigest()}, before
+              "text_column": text_column, "val_fraction": fraction, "shuffle": shuffle, **how,
+              "left_out": {why: n for why, (n, _) in reading.left_out.items()}}
+    meta = {"vocab_size": text.n_vocab, "tokenizer": text.name, "table": text.table, "end_of_text": end,
+            "how": shlex.join(["python", *sys.argv]), "recipe": recipe,
+            "inputs": hashlib.sha256(json.dumps(inputs).encode()).hexdigest()}
+    return Work(units, text, meta, reading, Splitting(fraction, cut), before)
+
+
+def refuse_inside(out, files):
+    """Raises DataError for a folder to write that would be read as well."""
+    for path in files:
+        if out is not None and path.is_dir() and Path(out).resolve().is_relative_to(path.resolve()):
+            raise DataError(f"--out {out} is inside --files {path}, and would be read as text: choose another --out")
+
+
+def characters(units, reading):
+    """All characters of the documents, and the zero, which ends them."""
+    found = {"\0"}
+    for unit in units:
+        for _, text, _ in documents(unit, reading):
+            found.update(text)
+    return "".join(sorted(found))
+
+
+def contents(units):
+    """[[(name, sha256 of the content), ...], ...] of units of local files; says which are the same. Raises OSError."""
+    with ThreadPoolExecutor() as pool:
+        hashes = pool.map(file_sha256, itertools.chain(*units))
+        named = [[(path.name, next(hashes)) for path in unit] for unit in units]
+    first, again = {}, []
+    for path, (_, sha256) in zip(itertools.chain(*units), itertools.chain(*named), strict=True):
+        if first.setdefault(sha256, path) != path:
+            again.append(f"{path} that of {first[sha256]}")
+    if again:
+        print(f"the same content twice, which is kept, and may be in both splits: {len(again):,} files ({again[0]})",
+              file=sys.stderr)
+    return named
 
 
 def begin(folder, inputs, force):
     """The Tokens of a folder that is finished already, else None. Raises DataError where it holds others."""
     if force:
-        for path in [folder / "plan.json", folder / "meta.json", *folder.glob(f"{'[0-9]' * 5}[-.]*")]:
-            path.unlink(missing_ok=True)
+        discard(folder)
     elif not {inputs_of(folder / "plan.json"), inputs_of(folder / "meta.json")} <= {None, inputs}:
         raise DataError(f"{folder} holds tokens from other inputs: choose another --out, or --force")
     return finished(folder, inputs)
 
 
+def discard(folder):
+    for path in [folder / "plan.json", folder / "meta.json", *folder.glob(f"{'[0-9]' * 5}[-.]*")]:
+        path.unlink(missing_ok=True)
+
+
 def inputs_of(path):
-    """What a plan.json or meta.json was made from; None where there is no such file."""
+    """What a plan.json or meta.json was made from; None where there is no such file, or nothing was made yet."""
     try:
-        return read_json(path).get("inputs") or "unknown" if path.exists() else None
+        record = read_sealed(path)
     except BadRecord:
-        return "unknown"
+        return "unknown" if path.exists() else None
+    return None if record.get("shards") == [] else record.get("inputs") or "unknown"
 
 
 def prepare(out, workers=1, force=False, **choices):
@@ -435,26 +426,30 @@ def prepare(out, workers=1, force=False, **choices):
 
     choices: as `plan` takes them. Raises DataError, one line.
     """
-    units, text, meta, before = plan(**choices)
-    recipe = meta["recipe"]
-    column, fraction, shuffle = recipe["text_column"], recipe["val_fraction"], recipe["shuffle"]
+    work = plan(out=out, **choices)
+    meta, recipe = work.meta, work.meta["recipe"]
     with preparing(out) as folder:
         if tokens := begin(folder, meta["inputs"], force):
             return tokens
         path, shards = folder / "plan.json", []
-        if path.exists():
+        if inputs_of(path):
             with fields(f"{path}: its records"):
-                shards += itertools.takewhile(lambda shard: is_whole(folder, shard["splits"], text.n_vocab, True),
-                                              read_json(path).get("shards", []))
-        save = lambda: write_json(path, {"inputs": meta["inputs"], "shards": shards})
+                shards += itertools.takewhile(lambda shard: is_whole(folder, shard["splits"], work.text.n_vocab, True),
+                                              read_sealed(path)["shards"])
+        save = lambda: write_sealed(path, {"inputs": meta["inputs"], "shards": shards})
         save()
-        if shuffle is not None:
-            units = shuffled_units(recipe["source"], recipe["subset"], units, column, fraction, shuffle,
-                                   meta["inputs"], before)
-        for _ in encode_shards(folder, shards, units, text, column, fraction, workers):
-            check_unchanged(units, before)
-            save()
-        return finish_shards(folder, [shard["splits"] for shard in shards], meta)
+        try:
+            if recipe["shuffle"] is not None:
+                work.units = shuffled_units(recipe["source"], recipe["subset"], work.units, work.reading,
+                                            recipe["val_fraction"], recipe["shuffle"], meta["inputs"], work.before)
+            for _ in encode_shards(folder, shards, work, workers):
+                check_unchanged(work.before)
+                save()
+            return finish_shards(folder, [shard["splits"] for shard in shards], meta)
+        except DataError:
+            if work.before:  # local files, of which the same would fail again, and others need other shards
+                discard(folder)
+            raise
 
 
 @dataclass
@@ -463,11 +458,15 @@ class Source:
 
     source: str = None  # a recipe (RECIPES in data/tokens/prepare.py), or a name of the hub
     subset: str = None  # of a data set of the hub, sample-10BT say
-    files: list[str] = None  # local files, or folders of them; with a recipe, in its place
+    files: list[Path] = None  # local files, or folders of them; with a recipe, in its place
     tokenizer: str = "tiktoken:gpt2"  # bytes, chars, tiktoken:NAME, hf:NAME on the hub, or hf:FOLDER
-    vocab: str = None  # folder with a tiktoken encoding's files, to need no network
+    vocab: Path = None  # folder with a tiktoken encoding's files, to need no network
+    end_of_text: str = None  # the token of an hf: tokenizer that ends a document, where its name is unusual
     text_column: str = "text"  # of parquet, jsonl and the hub
-    val_fraction: Share = 0.0005  # of documents, where no split is official
+    encoding: str = None  # of files that are not UTF-8 and have no byte order mark: latin-1, utf-16-le, ...
+    separator: str = None  # between the documents of a .txt file: "<|endoftext|>", or "\\n\\n"
+    endings: tuple[str, ...] = ()  # of further files that are text: .md,.py; of names: wiki_*
+    val_fraction: Share = None  # of documents, where no split is official; not given: 0.0005, of few texts a tenth
     out: Path = None  # folder to write; not given: data/ and the recipe's name
     force: bool = False  # prepare again from the beginning
 

@@ -1,0 +1,404 @@
+"""Where documents come from: local files, folders of them, and data sets of Hugging Face.
+
+Files are known by their ending, in any case: .parquet; .jsonl, .ndjson and .json with an object in each line; .txt and
+--endings with text. .gz, .zst and .bz2 are unpacked. Folders are read through, links followed, each file once; hidden
+ones (.git, __MACOSX), empty ones and those with another ending are left out, and counted.
+
+A byte order mark decides how a file is decoded; else it is UTF-8, or what --encoding says. A text is one document, or
+several with a --separator between them, and is read in pieces, cut where tokenizers cut too.
+"""
+
+import codecs
+import contextlib
+import fnmatch
+import functools
+import itertools
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data.prepared import DataError
+from data.tokenizer import place_to_cut
+
+# datasets and pyarrow are imported where they are used: they take seconds, and --help should not.
+
+JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
+PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+BOMS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32-le", codecs.BOM_UTF32_BE: "utf-32-be",
+        codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}  # UTF-32's begins with UTF-16's
+UNIT_BYTES, UNIT_DOCUMENTS = 1 << 28, 200_000  # small files are joined up to this; of shuffled documents
+PIECE_CHARS = 1 << 20  # of a text, at most
+SMALL = 100  # bytes; a smaller file may hold nothing but a byte order mark, or an empty packed file
+MOST_OF_A_LINE = 1 << 28  # characters of a line in a jsonl file, which is read whole
+OFFICIAL = ("validation", "val", "valid", "test")  # names of a split that holds documents out
+
+
+@dataclass
+class Reading:
+    """How files are read; the counts of what is left out."""
+
+    column: str = "text"  # of parquet, jsonl and the hub
+    encoding: str = None  # of text that is not UTF-8
+    separator: str = None  # between the documents of a text
+    endings: tuple = ()  # of further files that are text: .md, or wiki_* for names
+    left_out: dict = field(default_factory=dict)  # {why: [number, first path]}
+
+    def __post_init__(self):
+        for shown, meant in {"\\n": "\n", "\\r": "\r", "\\t": "\t"}.items():
+            self.separator = self.separator and self.separator.replace(shown, meant)
+        if self.encoding:
+            with contextlib.suppress(LookupError):
+                if codecs.lookup(self.encoding)._is_text_encoding:
+                    return
+            raise DataError(f"--encoding={self.encoding} is unknown: latin-1, cp1252, utf-16-le, shift_jis, gb18030 "
+                            "and others of Python's codecs")
+
+    def leave_out(self, why, path):
+        self.left_out.setdefault(why, [0, str(path)])[0] += 1
+
+    def kind(self, path):
+        """parquet, json, text, or None for another file."""
+        name = path.name.lower()
+        if any(fnmatch.fnmatchcase(unpacked(name), f"*{ending.lower()}") for ending in self.endings):
+            return "text"
+        if name.endswith(".parquet"):
+            return "parquet"
+        if unpacked(name).endswith(JSON_ENDINGS):
+            return "json"
+        return "text" if unpacked(name).endswith(".txt") else None
+
+
+def unpacked(name):
+    """A file's name without the ending of its compression."""
+    stem, ending = os.path.splitext(name)
+    return stem if ending.lower() in PACKED else name
+
+
+# -------------------------------------------------------------------------------------------------- where documents are
+
+def local_units(paths, reading):
+    """[[Path, ...], ...]: the files, folders read through, in units. Raises DataError."""
+    units, size, seen = [], UNIT_BYTES, set()
+    for path in paths:
+        found = False
+        for file in walk(path, reading, seen):
+            if reading.kind(file) is None:
+                reading.leave_out(f"ending in {os.path.splitext(unpacked(file.name))[1] or file.name}", file)
+                continue
+            found = True
+            status = file.stat()
+            if is_new(status, seen, reading, file) and not is_empty(file, status.st_size, reading):
+                if size >= UNIT_BYTES:
+                    units.append([])
+                    size = 0
+                units[-1].append(file)
+                size += status.st_size
+        if not found:
+            raise DataError(f"--files {path}: no such file, or a folder without any, that ends in .parquet, "
+                            f"{', '.join(JSON_ENDINGS)}, .txt{about(reading.left_out)}: --endings=.md says what else "
+                            "is text")
+    if not units:
+        raise DataError(f"--files {' '.join(map(str, paths))}: nothing to read{about(reading.left_out)}")
+    return units
+
+
+def walk(path, reading, seen):
+    """The files at and below a path, in order of their names, without hidden ones. Raises DataError."""
+    if not path.is_dir():
+        if path.exists() and not path.is_file():
+            raise DataError(f"--files {path} is neither a file nor a folder: save what it gives as a file")
+        if path.exists():
+            yield path
+        return
+    if not is_new(path.stat(), seen, reading, path):
+        return
+    for name in sorted(os.listdir(path)):
+        below = path / name
+        if name.startswith(".") or name == "__MACOSX":
+            reading.leave_out("hidden", below)
+        elif below.is_dir() or below.is_file():
+            yield from walk(below, reading, seen)
+        else:
+            reading.leave_out("links to nothing, or no files", below)
+
+
+def is_new(status, seen, reading, path):
+    """Whether a file or folder has not been met before, under this name or another."""
+    identity = (status.st_dev, status.st_ino)
+    if identity in seen:
+        reading.leave_out("met twice", path)
+        return False
+    seen.add(identity)
+    return True
+
+
+def is_empty(path, size, reading):
+    if size and (size > SMALL or any(text for text, _ in read_file(path, reading))):
+        return False
+    reading.leave_out("empty", path)
+    return True
+
+
+def about(left_out):
+    """What is left out, in words."""
+    parts = [f"{n:,} {why} ({path})" for why, (n, path) in sorted(left_out.items())]
+    return f"; left out: {', '.join(parts)}" if parts else ""
+
+
+def hub_units(source, subset):
+    """[(split or None, function that opens a shard), ...] of a data set of the hub, streamed. Raises DataError."""
+    if Path(source).is_file() or any(Path(source).rglob("*.txt*")):
+        raise DataError(f"{source} is here, not on the hub: give it as --files {source}")
+    try:
+        import datasets
+
+        streams = datasets.load_dataset(source, subset, streaming=True)
+        if "train" in streams:
+            official = next((name for name in OFFICIAL if name in streams), None)
+            names = {"train": "train"} | ({"val": official} if official else {})
+            return [(split if official else None, functools.partial(streams[name].shard, streams[name].num_shards, i))
+                    for split, name in names.items() for i in range(streams[name].num_shards)]
+    except Exception as error:  # the hub's client has a dozen exceptions for "cannot be reached"
+        raise DataError(f"{source} cannot be streamed ({in_short(error)}): check name, --subset and network, or bring "
+                        "its files here and pass --files") from None
+    raise DataError(f"{source} has no split train (only {', '.join(streams)}): choose another --subset, or bring its "
+                    "files here and pass --files")
+
+
+def shuffled_units(source, subset, units, reading, val_fraction, seed, key, before):
+    """[(split, function that opens a part), ...] of datasets' train_test_split. Raises DataError.
+
+    units: of local files, or None; key: the hash of their content, under which their documents are cached; before:
+    their stamps.
+    """
+    try:
+        import datasets
+
+        if units is None:
+            whole = datasets.load_dataset(source, subset, split="train")
+        else:
+            whole = datasets.Dataset.from_generator(functools.partial(rows, units, reading, before),
+                                                    fingerprint=key[:16])
+    except Exception as error:
+        error = error.__cause__ or error  # that of a generator, a DataError from read_file say
+        if isinstance(error, DataError):
+            raise error from None
+        raise DataError(f"{source or 'the files'} cannot be loaded ({in_short(error)}): check name, network and disk, "
+                        "or bring its files here and pass --files") from None
+    try:
+        parts = whole.train_test_split(test_size=val_fraction, seed=seed)
+    except ValueError as error:
+        raise DataError(f"{len(whole):,} documents cannot be split at --val_fraction {val_fraction:g} "
+                        f"({in_short(error)})") from None
+    return [(split, functools.partial(part.select, range(i, min(i + UNIT_DOCUMENTS, len(part)))))
+            for split, part in (("train", parts["train"]), ("val", parts["test"]))
+            for i in range(0, len(part), UNIT_DOCUMENTS)]
+
+
+def rows(units, reading, before):
+    """The documents of local files as rows of a Dataset. Raises DataError."""
+    pieces = []
+    for unit in units:
+        for _, text, end in documents(unit, reading):
+            pieces.append(text)
+            if end:
+                yield {reading.column: "".join(pieces)}
+                pieces.clear()
+    check_unchanged(before)  # or the cache would hold other documents under this content's key
+
+
+def stamps(units):
+    """{path: what changes when the file is replaced or written to} of units of local files; {} of other units."""
+    paths = [path for unit in units or () if isinstance(unit, list) for path in unit]
+    return {path: stamp(path) for path in paths}
+
+
+def stamp(path):
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def check_unchanged(before):
+    """Raises DataError if a local file is no longer the one whose stamp `before` holds."""
+    for path, known in before.items():
+        if stamp(path) != known:
+            raise DataError(f"{path} changed while it was read: leave it alone, and prepare again")
+
+
+# ----------------------------------------------------------------------------------------------------------- their text
+
+def documents(unit, reading):
+    """The (split or None, text, whether a document ends with it) of a unit, in order. Raises DataError."""
+    if isinstance(unit, list):
+        for path in unit:
+            yield from ((None, *item) for item in read_file(path, reading))
+        return
+    split, opened = unit
+    try:
+        for page in opened().iter(100):
+            if reading.column not in page:
+                raise LookupError(has_no(reading.column, page))
+            yield from ((split, as_text(text, "a row"), True) for text in page[reading.column])
+    except (LookupError, TypeError) as error:
+        raise DataError(f"the documents cannot be read: {error.args[0]}") from None
+    except Exception as error:
+        raise DataError(f"the documents cannot be read on ({in_short(error)}): run the same command again, or name "
+                        "another --text_column") from None
+
+
+def read_file(path, reading):
+    """The (text, whether a document ends with it) of a file. Raises DataError for what cannot be read."""
+    import pyarrow as pa
+
+    kind = reading.kind(path)
+    try:
+        if kind == "parquet":
+            yield from read_parquet(path, reading.column)
+            return
+        compression = PACKED.get(path.suffix.lower())
+        with pa.input_stream(path, compression=compression, buffer_size=1 << 20) as stream:
+            chunks = decoded(stream, encoding_of(path, compression, reading.encoding))
+            if kind == "json":
+                yield from read_lines(chunks, reading.column)
+            elif reading.separator:
+                yield from in_pieces(split_at(chunks, reading.separator))
+            else:
+                yield from in_pieces(itertools.chain(((chunk, False) for chunk in chunks), [("", True)]))
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
+        why = " ".join(str(error.args[0] if isinstance(error, LookupError) else error).split())[:200]
+        raise DataError(f"{path} cannot be read ({why}): repair it or take it out of --files") from None
+
+
+def read_parquet(path, column):
+    import pyarrow.parquet
+
+    file = pyarrow.parquet.ParquetFile(path)
+    if column not in file.schema_arrow.names:
+        raise LookupError(has_no(column, file.schema_arrow.names))
+    batches = file.iter_batches(1000, columns=[column])
+    values = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+    for number, value in enumerate(values, 1):
+        yield as_text(value, f"row {number:,}"), True
+
+
+def read_lines(chunks, column):
+    """The documents of text with a JSON object in each line. Raises ValueError, TypeError, LookupError: with the
+    line."""
+    for number, line in enumerate(lines_of(chunks), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError(f"not an object but a {type(record).__name__}")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"line {number:,}: {error}; each line must be a JSON object, as `jq -c '.[]'` makes them "
+                             "of an array") from None
+        if column not in record:
+            raise LookupError(f"line {number:,} {has_no(column, record)}")
+        yield as_text(record[column], f"line {number:,}"), True
+
+
+def lines_of(chunks):
+    """Lines of any length up to MOST_OF_A_LINE. Raises ValueError."""
+    rest, size = [], 0
+    for chunk in chunks:
+        *lines, last = chunk.split("\n")
+        if lines:
+            yield "".join([*rest, lines[0]])
+            yield from lines[1:]
+            rest, size = [], 0
+        rest.append(last)
+        size += len(last)
+        if size > MOST_OF_A_LINE:
+            raise ValueError(f"a line of more than {MOST_OF_A_LINE:,} characters")
+    yield "".join(rest)
+
+
+def has_no(column, columns):
+    return f"has no column {column!r} (only {', '.join(columns)}): give --text_column"
+
+
+def as_text(value, place):
+    """A document as it stands in a column: None is an empty one. Raises TypeError for what is no text."""
+    if isinstance(value, bytes):  # old programs' parquet files do not say that they hold text
+        with contextlib.suppress(ValueError):
+            value = value.decode()
+    if not isinstance(value, str | None):
+        kind = type(value).__name__
+        raise TypeError(f"{place}: {str(value)[:20]} is not text but {kind}: name another --text_column")
+    return value or ""
+
+
+def in_short(error):
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+
+
+def encoding_of(path, compression, given):
+    """`given`, unless the file is UTF-8 and not only ASCII: then it is that, whatever others beside it are."""
+    import pyarrow as pa
+
+    if given is None:
+        return None
+    with contextlib.suppress(ValueError), pa.input_stream(path, compression=compression) as stream:
+        ascii_only = True
+        for chunk in decoded(stream, None):
+            ascii_only = ascii_only and chunk.isascii()
+        return given if ascii_only else "utf-8"
+    return given
+
+
+def decoded(stream, encoding):
+    """The text of a binary stream, in parts. Raises ValueError with the place of a byte that is no text.
+
+    encoding: of what has no byte order mark; None: UTF-8, in which a zero is not expected: UTF-16 would have them.
+    """
+    first = stream.read(4)
+    bom = next((bom for bom in BOMS if first.startswith(bom)), b"")
+    name = BOMS.get(bom) or encoding or "utf-8"
+    decoder = codecs.getincrementaldecoder(name)()
+    place = len(bom)
+    for chunk in itertools.chain([first[len(bom):]], iter(lambda: stream.read(PIECE_CHARS), b""), [b""]):
+        zero = -1 if bom or encoding else chunk.find(0)
+        if zero >= 0:
+            raise ValueError(f"byte {place + zero:,} is a zero: give --encoding, utf-16-le say, or utf-8 if it is text")
+        before = len(decoder.getstate()[0])  # bytes of a character that is not whole yet
+        try:
+            yield decoder.decode(chunk, final=not chunk)
+        except UnicodeError as error:
+            byte = place - before + getattr(error, "start", 0)
+            raise ValueError(f"byte {byte:,} is not {name}: give --encoding, latin-1 or cp1252 say") from None
+        place += len(chunk)
+
+
+def split_at(chunks, separator):
+    """The (part, whether a document ends with it) of text; line breaks beside a separator belong to it."""
+    text, begins = "", True
+    for chunk in chunks:
+        *whole, text = (text + chunk).split(separator)
+        for part in whole:
+            yield (part.lstrip("\r\n") if begins else part).rstrip("\r\n"), True
+            begins = True
+        known = text[:max(0, len(text) - len(separator))].rstrip("\r\n")  # no beginning of a separator
+        if known:
+            yield known.lstrip("\r\n") if begins else known, False
+            text = text[len(known):]
+            begins = False
+    yield (text.lstrip("\r\n") if begins else text).rstrip("\r\n"), True
+
+
+def in_pieces(parts):
+    """The (piece, whether a document ends with it) of parts of documents; nothing of an empty one."""
+    rest = ""
+    for part, end in parts:
+        rest += part
+        start = 0
+        while len(rest) - start > PIECE_CHARS:
+            cut = place_to_cut(rest, start, PIECE_CHARS)
+            yield rest[start:cut], False
+            start = cut
+        rest = rest[start:]
+        if end and rest:
+            yield rest, True
+            rest = ""
