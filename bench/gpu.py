@@ -12,18 +12,21 @@
 A stage is a process with a time limit. What it needs and does not find is named, and it is skipped. If the kernels do
 not build, or one of their tests fails, all later stages are left out, because they would time wrong kernels. Any other
 failure stops nothing; neither do tests that run out of time, if none has failed. In results/gpu_<device>/ each stage
-leaves <stage>.json, with its machine, date, commit and how it ended, and <stage>.log, with all output. The exit status
-is 1 if any stage failed.
+leaves <stage>.json, with its machine, date, commit, clock and how it ended, and <stage>.log, with all output. The exit
+status is 1 if any stage failed.
 """
 
+import contextlib
 import importlib.util
 import math
 import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +46,7 @@ CALLS = {"correctness": ("environment", "build", "tests", "memcheck", "racecheck
 BUDGET_S = 530  # per call: the build takes 95 s on 4 cores, 25 on 16, and what it leaves goes to the next stages
 PATIENCE_S = 3  # between SIGTERM and SIGKILL
 SANITIZER = "compute-sanitizer"
+CLOCK = "nvidia-smi --id=0 --query-gpu=clocks.sm,clocks.max.sm,utilization.gpu --format=csv,noheader,nounits -lms 200"
 CHECKED = ("build", "tests", "memcheck", "racecheck")  # stages of which none may fail
 
 
@@ -151,9 +155,44 @@ def run_limited(command, limit_s, log):
                     pass
 
 
+@contextlib.contextmanager
+def clock():
+    """Yields a dict that is filled when the block ends: the GPU's clock (SM, in MHz) while it was busy, see `sm_clock`.
+    It stays empty where nvidia-smi does not answer."""
+    found = {}
+    with tempfile.TemporaryFile("w+") as lines:
+        try:
+            watcher = subprocess.Popen(CLOCK.split(), stdin=subprocess.DEVNULL, stdout=lines, stderr=subprocess.DEVNULL)
+        except OSError:
+            yield found
+            return
+        try:
+            yield found
+        finally:
+            watcher.kill()
+            watcher.wait()
+            lines.seek(0)
+            found.update(sm_clock(lines.read()))
+
+
+def sm_clock(lines):
+    """{"samples", "median_mhz", "least_mhz", "most_mhz", "limit_mhz"} of nvidia-smi's lines, "clock, limit, percent
+    busy", of those where the GPU was busy for half of the time or more."""
+    rows = []
+    for line in lines.splitlines():
+        words = line.split(", ")
+        if len(words) == 3 and all(word.strip().isdecimal() for word in words):
+            rows.append([int(word) for word in words])
+    busy = [mhz for mhz, _, percent in rows if percent >= 50]
+    if not busy:
+        return {}
+    return {"samples": len(busy), "median_mhz": statistics.median(busy), "least_mhz": min(busy), "most_mhz": max(busy),
+            "limit_mhz": rows[0][1]}
+
+
 def run_stage(stage, out, limit_s, dry_run=False):
     """Run a stage, and write its record; returns the record. Its entry "stage" says how it ended: status (ok, failed,
-    over time, or skipped), reason, exit_status, command, seconds."""
+    over time, or skipped), reason, exit_status, command, seconds; "clock" is what `clock` found."""
     from bench.measure import new_record, write_record
 
     record, log = out / f"{stage.name}.json", out / f"{stage.name}.log"
@@ -162,13 +201,14 @@ def run_stage(stage, out, limit_s, dry_run=False):
     if stage.budget:
         command.append(f"--budget_s={max(1.0, stage.budget(limit_s - 5)):.0f}")
     started = time.monotonic()
-    exit_status, text = None, ""
+    exit_status, text, ran_at = None, "", {}
     lacking = missing(stage)
     if lacking:
         status, reason = "skipped", lacking
     else:
         try:
-            exit_status = run_limited(command, limit_s, log)
+            with clock() as ran_at:
+                exit_status = run_limited(command, limit_s, log)
             text = log.read_text(errors="replace")
             status, reason = verdict(stage, limit_s, exit_status, text)
         except OSError as error:
@@ -177,6 +217,7 @@ def run_stage(stage, out, limit_s, dry_run=False):
     if "pytest" in stage.packages:
         ended |= counts(text)
     ended["dry_run"] = dry_run
+    ended["clock"] = ran_at
     ended["stage"] = {"command": " ".join(command).replace(f"{ROOT}/", ""), "status": status, "reason": reason,
                       "exit_status": exit_status, "limit_seconds": round(limit_s, 1),
                       "seconds": round(time.monotonic() - started, 2), "summary": summary(ended, text)}

@@ -230,14 +230,33 @@ class Trial:
         return {"losses": losses, "seconds": seconds, "peak_bytes": peak}
 
     def kernels(self):
-        """{'kernels': [[milliseconds per step, calls per step, name], ...]}: the device's slowest, over three steps."""
-        where = "cuda" if self.device.type == "cuda" else "cpu"
-        with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, where.upper())]) as profile:
+        """Of a step, over three: {"kernels": [[milliseconds, calls, name], ...] of all that the device ran, slowest
+        first; "kernel_milliseconds" while at least one ran; "idle_milliseconds" between them, while none did}."""
+        where = self.device.type.upper()
+        with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, where)]) as profile:
             for _ in range(3):
                 self.step()
-        time_of = f"self_{where.replace('cuda', 'device')}_time_total"  # in microseconds
+        time_of = "self_device_time_total" if where == "CUDA" else "self_cpu_time_total"  # in microseconds
         rows = [[getattr(e, time_of) / 3e3, e.count / 3, e.key[:100]] for e in profile.key_averages()]
-        return {"kernels": sorted(rows, reverse=True)[:20]}
+        there = getattr(torch.autograd.DeviceType, where)
+        ran = [e.time_range for e in profile.events() if e.device_type == there]
+        busy, idle = busy_and_idle([(span.start, span.end) for span in ran])
+        return {"kernels": sorted(rows, reverse=True), "kernel_milliseconds": busy / 3e3,
+                "idle_milliseconds": idle / 3e3}
+
+
+def busy_and_idle(spans):
+    """(time in which at least one of the spans (start, end) runs, time between the first and the last in which none
+    does), in their unit. Kernels of two streams overlap, and count once."""
+    busy = idle = 0.0
+    until = None
+    for start, end in sorted(spans):
+        if until is None:
+            until = start
+        idle += max(0.0, start - until)
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return busy, idle
 
 
 # --------------------------------------------------------------------------------------------------------------- rounds
@@ -362,8 +381,9 @@ def print_rows(rows, peak):
         if "no_kernels" in r:
             print(f"{r['name']}: its steps could not be profiled: {r['no_kernels']}")
         if "kernels" in r:
-            print(f"\n{r['name']}, {sum(ms for ms, *_ in r['kernels']):.1f} ms of a step in:")
-            for milliseconds, calls, name in r["kernels"]:
+            print(f"\n{r['name']}: kernels run for {r['kernel_milliseconds']:.1f} ms of a step, and none for "
+                  f"{r['idle_milliseconds']:.1f} ms; the slowest of {len(r['kernels'])}:")
+            for milliseconds, calls, name in r["kernels"][:20]:
                 print(f"{milliseconds:9.2f} ms {calls:7.0f} x  {name}")
 
 

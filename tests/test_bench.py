@@ -73,7 +73,16 @@ def test_step(tmp_path):
     assert longhorn["parameters"] == counting.parameter_count(lm)["total"] and longhorn["seconds"]["runs"] == 2
     assert longhorn["last_loss"] < longhorn["first_loss"] < 5
     assert longhorn["tokens_per_second"] == pytest.approx(4 * 16 / longhorn["seconds"]["median_seconds"])
-    assert len(longhorn["kernels"]) == 20 and 1 in [calls for _, calls, name in longhorn["kernels"] if "AdamW" in name]
+    assert len(longhorn["kernels"]) > 20 and 1 in [calls for _, calls, name in longhorn["kernels"] if "AdamW" in name]
+    milliseconds = sum(row[0] for row in longhorn["kernels"])
+    assert longhorn["kernel_milliseconds"] == pytest.approx(milliseconds, rel=0.2) and longhorn["idle_milliseconds"] > 0
+
+
+@pytest.mark.parametrize("spans, busy_and_idle", [
+    ([], (0, 0)), ([(5, 7)], (2, 0)), ([(9, 10), (1, 4)], (4, 5)),  # as they end, not as they began
+    ([(0, 10), (2, 3), (8, 12), (15, 16)], (13, 3))])  # two streams
+def test_kernels_of_two_streams_count_once(spans, busy_and_idle):
+    assert step.busy_and_idle(spans) == busy_and_idle
 
 
 def test_a_cut_step_leaves_the_rounds_that_ended(tmp_path, monkeypatch):
@@ -157,6 +166,18 @@ def test_a_stage_of_a_gpu_adds_how_it_ended_to_its_record(tmp_path):
     assert record["n"] is None and record["dry_run"] is False and (tmp_path / "x.log").read_text() == "in short: well\n"
     assert [record["stage"][name] for name in ("status", "summary", "exit_status", "limit_seconds")] == [
         "ok", "well", 0, 60]
+
+
+def test_a_stage_holds_the_clock_at_which_it_ran(tmp_path, monkeypatch):
+    """Of the times when the GPU was busy; a line that was cut or says "[N/A]" is none."""
+    lines = ["345, 1980, 0", "1755, 1980, 100", "[N/A], 1980, 99", "1980, 1980, 50", "1800, 1980, 97", "17"]
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines) + "exec sleep 1000\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    record = gpu.run_stage(Stage("x", 60, python("import time; time.sleep(1)")), tmp_path, 60)
+    assert record["clock"] == {"samples": 3, "median_mhz": 1800, "least_mhz": 1755, "most_mhz": 1980,
+                               "limit_mhz": 1980}
 
 
 def test_a_stage_gets_the_time_that_others_do_not_need():
