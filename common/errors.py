@@ -20,6 +20,13 @@ class Stopped(ConfigError):
     """A run that cannot continue by itself; the message says why, what is saved, and how to continue."""
 
 
+def printable(text):
+    """Text that may be anybody's, as from a record, without what a terminal obeys: codes in place of control
+    characters."""
+    shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in str(text))
+    return "".join(shown)
+
+
 @contextlib.contextmanager
 def main_error(prog, *errors):
     """`with main_error('train.py'): main()`: errors that the user can fix become one line.
@@ -40,7 +47,7 @@ def main_error(prog, *errors):
         if line is None:
             raise
         with contextlib.suppress(OSError):  # stderr on a full disk: the exit code still tells
-            print(f"{prog}: error: {line}", file=sys.stderr)
+            print(f"{prog}: error: {printable(line)}", file=sys.stderr)
         raise SystemExit(2) from None
     finally:
         _reader_has_gone()  # or the interpreter's own flush at exit prints a traceback

@@ -22,7 +22,7 @@ def lock_folder(folder, wait=0.0):
     that text as its strerror, if another process still holds it after `wait` seconds, and OSError.
     """
     os.makedirs(folder, exist_ok=True)
-    lock = open(os.path.join(folder, ".lock"), "a+", opener=_follow_no_link, errors="replace")
+    lock = append(os.path.join(folder, ".lock"), "a+")
     until = time.monotonic() + wait
     said = False
     while holder := _lock(lock, folder):
@@ -37,6 +37,11 @@ def lock_folder(folder, wait=0.0):
         os.truncate(lock.fileno(), 0)
         os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
     return lock
+
+
+def append(path, mode="a"):
+    """Open a file to append to. Raises OSError for a link, which would lead to another file."""
+    return open(path, mode, opener=_follow_no_link, errors="replace")
 
 
 def _follow_no_link(name, flags):
@@ -72,6 +77,12 @@ def replacing(path):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(tmp)  # after an error, or if tmp and path were links to one file, which replace() keeps
     sync_folder(os.path.dirname(path) or ".")
+
+
+def write_text(path, text):
+    """Write a file through a temporary one, so that a link at this path is replaced and not followed."""
+    with replacing(path) as tmp:
+        Path(tmp).write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def sync_folder(folder):

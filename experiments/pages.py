@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
-from common.errors import ConfigError
+from common.errors import ConfigError, printable
+from common.files import replacing, write_text
 from experiments import figures, records
 from runtime.records import fields
 
@@ -155,9 +156,9 @@ def write(title, page, out, style=None):
     if picture:
         inline = base64.b64encode(paths["png"].read_bytes()).decode()
         body = re.sub('<img src="[^"]*"', f'<img src="data:image/png;base64,{inline}"', body)
-    paths["md"].write_text(text, encoding="utf-8")
+    write_text(paths["md"], text)
     heading = re.sub("<[^>]+>", "", body.split("\n")[0])
-    paths["html"].write_text(HTML.format(title=heading, body=body), encoding="utf-8")
+    write_text(paths["html"], HTML.format(title=heading, body=body))
     return paths
 
 
@@ -189,9 +190,10 @@ def report(kind, title, page_of, source, out=None, accept_code=(), style=None):
         records.save(source, paths["json"])
     for name, rows in page.csv.items():
         paths[name] = out.with_name(f"{name}.csv")
-        rows.to_csv(paths[name], index=False)
+        with replacing(paths[name]) as tmp:
+            rows.to_csv(tmp, index=False)
     page.above = [escaped(origin(runs)), *page.above]
     page.below = [*page.below, *code(runs), left_out(runs)]
     for sentence in page.sentences:
-        print(sentence)
+        print(printable(sentence))
     return paths | write(title, page, out, style)

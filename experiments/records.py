@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import ConfigError
-from common.files import replacing
+from common.files import write_text
 from experiments.sweeps import runner
 from runtime.records import BadRecord, fields, read_json, read_log
 
@@ -463,8 +463,7 @@ def save(source, path):
                 del cell[section][key]
     head = json.dumps({"plan": plan, "code_files": files, "shared": shared}, indent=1).removesuffix("\n}")
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(cell)}" for name, cell in cells.items())
-    with replacing(path) as tmp:
-        Path(tmp).write_text(f'{head},\n "cells": {{\n{lines}\n }}\n}}\n')
+    write_text(path, f'{head},\n "cells": {{\n{lines}\n }}\n}}\n')
 
 
 def kept(records, files):

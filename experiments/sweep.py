@@ -519,6 +519,20 @@ def check_settings(cells):
                                   f"are not compared; give --{key.split()[0]}=... for all, or change a config")
 
 
+def sizes_of(text, known, check_set):
+    """{label: arguments} of LABEL:key=value,key=value; {label: None} for known labels, joined by commas. Raises
+    ConfigError, also where check_set(arguments) does."""
+    label, colon, changes = text.partition(":")
+    argv = tuple(f"--{change}" for change in changes.split(","))
+    if not colon and known.keys() >= {*text.split(",")}:
+        return dict.fromkeys(text.split(","))
+    if not colon or label in known or not re.fullmatch(r"[\w.-]+", label) or not all("=" in a for a in argv):
+        raise ConfigError(f"--sizes={text}: there are {', '.join(known)}; give of them, or another label with its "
+                          "settings, as in --sizes=250K:n_layer=2,n_embd=96")
+    check_set(argv)
+    return {label: argv}
+
+
 # --------------------------------------------------------------------------------------------------------- command line
 
 @dataclass
@@ -617,7 +631,7 @@ class Sweep(Experiment):
             raise ConfigError("duel: give two families, as in: duel longhorn mamba")
         given = {}
         for text in args.sizes:
-            given |= self.sizes(text)
+            given |= sizes_of(text, PRESETS[args.command].sizes, self.check_set)
         models = args.models or preset.models
         for model in models:
             self.check_set(label_settings(model))
@@ -643,19 +657,6 @@ class Sweep(Experiment):
         return replace(preset, sizes=sizes, models=models, families=families,
                        args=(*preset.args, *map(whole_path, args.others)))
 
-    def sizes(self, text):
-        """{label: arguments} of LABEL:key=value,key=value; {label: None} for labels of the preset, joined by commas.
-        Raises ConfigError."""
-        label, colon, changes = text.partition(":")
-        argv = tuple(f"--{change}" for change in changes.split(","))
-        known = PRESETS[self.args.command].sizes
-        if not colon and known.keys() >= {*text.split(",")}:
-            return dict.fromkeys(text.split(","))
-        if not colon or label in known or not re.fullmatch(r"[\w.-]+", label) or not all("=" in a for a in argv):
-            raise ConfigError(f"--sizes={text}: preset {self.args.command} has {', '.join(known)}; give of them, or "
-                              "another label with its settings, as in --sizes=250K:n_layer=2,n_embd=96")
-        self.check_set(argv)
-        return {label: argv}
 
 
 main = Sweep.main

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import ModuleType
 
 from common.errors import ConfigError, regular
-from common.files import replacing
+from common.files import replacing, write_text
 
 MOVING = "earlier-being-moved"  # see move_aside
 # Files that do not affect a run's numbers: plots, reports, task evaluation, and programs that start runs.
@@ -51,8 +51,7 @@ def write_json(path, record):
     Non-finite numbers at the top level become null. Raises TypeError for values that JSON cannot hold, OSError if the
     disk refuses; then the old file is untouched.
     """
-    with replacing(path) as tmp:
-        Path(tmp).write_text(json.dumps(_finite(record), indent=1) + "\n")
+    write_text(path, json.dumps(_finite(record), indent=1) + "\n")
 
 
 class BadRecord(ConfigError):
@@ -98,7 +97,10 @@ def run_files(folder):
 
 def move_aside(folder):
     """Move an earlier run's files in `folder` into its subfolder earlier-1, earlier-2 ..., and return that."""
-    Path(folder, MOVING).mkdir(exist_ok=True)
+    moving = Path(folder, MOVING)
+    if moving.is_symlink():  # into a folder of somebody else's
+        moving.unlink()
+    moving.mkdir(exist_ok=True)
     return finish_moving(folder)
 
 
@@ -106,7 +108,7 @@ def finish_moving(folder):
     """Finish what `move_aside` began, also if a kill interrupted it; None if there is nothing to finish. Until then the
     remaining files do not count as a run (checkpoint.candidates)."""
     moving = Path(folder, MOVING)
-    if not moving.is_dir():
+    if moving.is_symlink() or not moving.is_dir():
         return None
     for path in run_files(folder):
         os.rename(path, moving / path.name)
@@ -117,7 +119,7 @@ def _free(folder, name):
     """The first path of `name` with 1, 2 ... in place of {} that does not exist."""
     for n in itertools.count(1):
         path = Path(folder, name.format(n))
-        if not path.exists():
+        if not os.path.lexists(path):
             return path
 
 

@@ -4,6 +4,7 @@ once on train.py itself."""
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,6 @@ import pytest
 from helpers import TINY, tracked
 from scipy import stats
 
-from common.errors import ConfigError
 from experiments import compare, edit, edit_simulation
 from experiments.sweeps import engines
 
@@ -39,6 +39,8 @@ STAND_IN = textwrap.dedent("""
     if model.EDITS:
         pathlib.Path(model.EDITS).write_text("SHIFT = 9.0")
     if model.FAILS and seed == 2:
+        (out / "config.json").write_text('{"config": {"max_bad_steps": 1}}')
+        (out / "log.jsonl").write_text('{"event": "%s", "step": 4}' % ("skipped" * ("finite" in model.FAILS)))
         sys.exit("train.py: error: " + model.FAILS)
     loss = 2 + 0.4 * (steps / 16) ** -0.49 + random.Random(seed).gauss(0, 0.01) + model.SHIFT
     loss += random.Random(f"{seed} {model.SEED} {steps}").gauss(0, model.NOISE)
@@ -59,12 +61,13 @@ STAND_IN = textwrap.dedent("""
     (out / "result.json").write_text(json.dumps(result))
 """)
 PROBE = """
-import json, os, sys
+import json, os, pathlib, sys
 sys.path[0] = os.getcwd()
 import model
-print(json.dumps({"learning_rate": 0.01, "dataset": "words", "batch_tokens": 64, "eval_block_size": model.WINDOW,
-                  "s/token": 0, "parameters": 10 + model.MORE, "state": 4, "FLOPs per token": 9,
-                  "draws": {"w": [5, "same"], "v": [5, str(model.MORE)]}}))
+files = ["train.py", "model.py", sys.argv[2], *(str(p) for p in pathlib.Path().glob("*/*.py"))]
+print(json.dumps({"files": files, "learning_rate": 0.01, "dataset": "words", "batch_tokens": 64,
+                  "eval_block_size": model.WINDOW, "s/token": 0, "parameters": 10 + model.MORE,
+                  "state": 4, "FLOPs per token": 9, "draws": {"w": [5, "same"], "v": [5, str(model.MORE)]}}))
 """
 MODEL = {"SHIFT": 0.0, "NOISE": 0.001, "SEED": "a", "DIES": False, "EDITS": "", "FAILS": "", "DATA": "d", "MORE": 0,
          "WINDOW": 16, "DTYPE": "float32", "SLOW": 1.0}
@@ -237,6 +240,8 @@ def test_exit_codes_and_sentences(repo, run, changes, argv, code, words):
     assert (ended, result["verdict"]) == (code, {0: "better", 1: "worse", 3: "same", 4: "undecided"}[code]), said
     assert said.splitlines()[-1].startswith(words), said
     page = next((repo / "out").glob("*/edit-*/edit.md")).read_text()
+    tried = next((repo / "out").glob("*/edits.md")).read_text()
+    assert "\n| the working tree at " in tried and f" {result['verdict']} " in tried and "+# edited" in tried
     assert words[6:20] in page and "against the same runs of HEAD: 1." in page and "+# edited" in page
     of_size = result["sizes"]["460K"]
     if of_size["pairs"] > 5:
@@ -251,8 +256,8 @@ def test_exit_codes_and_sentences(repo, run, changes, argv, code, words):
 
 
 REFUSED = [  # edit, arguments, words of the line
-    (lambda repo: None, [], "no file that training reads differs"),
-    (lambda repo: (repo / "docs" / "a.md").write_text("more"), [], "no file that training reads differs"),
+    (lambda repo: None, [], "no file that training loads differs"),
+    (lambda repo: (repo / "docs" / "a.md").write_text("more"), [], "no file that training loads differs"),
     (lambda repo: (repo / "data" / "loader.py").write_text("x = 1"), [], "data/loader.py differs"),
     (lambda repo: (repo / "evaluation" / "more.py").write_text("x = 1"), [], "evaluation/more.py differs"),
     (lambda repo: (repo / "model.py").write_text("SHIFT = "), [], "the edit does not start: SyntaxError"),
@@ -266,7 +271,7 @@ REFUSED = [  # edit, arguments, words of the line
     (lambda repo: change(repo, SHIFT=1e9), ["--against=nowhere"], "--against=nowhere: there is no such commit"),
     (lambda repo: shutil.rmtree(repo / ".git"), [], "--against=HEAD: there is no such commit"),
     (lambda repo: change(repo, SHIFT=1.0), ["--data=none"], "is not prepared"),
-    (lambda repo: change(repo, SHIFT=1.0), ["--sizes=7B"], "--sizes=7B: expected one of 460K, 1.5M, config"),
+    (lambda repo: change(repo, SHIFT=1.0), ["--sizes=7B"], "--sizes=7B: there are 460K, 1.5M, config; give of them"),
     (lambda repo: change(repo, SHIFT=1.0), ["--steps=4"], "steps 4 must be at least 8"),
     (lambda repo: change(repo, SHIFT=1.0), ["--seed=4"], "--seed=4: the sweep sets seed; see --steps"),
 ]
@@ -282,13 +287,6 @@ def test_mistakes_are_one_line_and_exit_code_2(repo, run, monkeypatch, change_it
     assert words in said.splitlines()[-1] and said.splitlines()[-1].startswith("edit.py: error: "), said
 
 
-def test_no_output_goes_where_the_next_snapshot_would_copy_it(repo, run):
-    change(repo, SHIFT=1.0)
-    code, said, _ = run(out=repo / "edits")
-    assert code == 2 and said.endswith("edits: git does not ignore it; choose a folder in out/\n"), said
-    assert not (repo / "edits").exists()
-
-
 def test_the_probe_counts_the_vocabulary_of_the_data(tmp_path):
     """Of the first dataset of a mixture, rounded up to 64; of bytes where none is prepared, which is said next."""
     (tmp_path / "mine").mkdir()
@@ -296,14 +294,14 @@ def test_the_probe_counts_the_vocabulary_of_the_data(tmp_path):
     tiny = ["--n_layer=1", "--n_embd=32", "--n_head=2", "--block_size=16", "--batch_tokens=16", "--backend=torch"]
     for dataset, tokens in ("mine:0.8,other:0.2", 2048), ("other", 256):
         argv = ["config/longhorn_laptop.py", *tiny, f"--dataset={dataset}", tmp_path]
-        about = json.loads(subprocess.check_output([sys.executable, edit.PROBE, *argv], cwd=ROOT))
+        about = json.loads(subprocess.check_output([sys.executable, edit.PROBE, "1", *argv], cwd=ROOT))
         assert about["draws"]["embed.weight"][0] == 32 * tokens and about["dataset"] == dataset
 
 
 def test_how_many_pairs_fit_in_the_time_is_measured(repo, run, monkeypatch):
     """Four runs at a time: each takes 4 s to start, and trains on 1,024 tokens; its evaluation costs as much as 2e5."""
-    numbers = {"verdict": "same", "pairs": 0, "notes": [], "sentence": ""}
-    monkeypatch.setattr(edit, "compare_versions", lambda *args: numbers)
+    numbers = {"verdict": "same", "pairs": 0, "notes": [], "sentence": "", "interval": None}
+    monkeypatch.setattr(edit, "compare_versions", lambda *args: {"the edit": numbers})
     monkeypatch.setattr(edit, "write_page", lambda *args: None)
     change(repo, SEED="b")
     assert "about 6 pairs" in run("--minutes=0.2")[1]
@@ -326,6 +324,97 @@ def test_a_submodule_with_changes_is_refused_and_a_clean_one_copied(repo, run, t
     git(repo, "config", "submodule.extra.ignore", "all")
     code, said, _ = run()
     assert code == 2 and "the submodule extra has changes" in said
+
+
+def test_several_edits_share_heads_runs_and_one_error_and_are_ranked(repo, run):
+    """A branch, a patch, the working tree: all against HEAD, each at a third of the error, whatever is checked out."""
+    change(repo, SHIFT=-0.05, SEED="b")
+    git(repo, "checkout", "-qb", "lower")
+    commit(repo)
+    git(repo, "checkout", "-q", "-")
+    change(repo, SHIFT=0.08, SEED="c")
+    patch = repo.parent / "higher.diff"
+    patch.write_bytes(subprocess.check_output(["git", "-C", repo, "diff"]))
+    change(repo, SEED="d")
+    code, said, _ = run("lower", str(patch), ".")
+    results = {}
+    for path in (repo / "out").glob("*/edit-*/edit.json"):
+        record = json.loads(path.read_text())
+        results[record["name"]] = record
+    verdicts = {name: record["verdict"] for name, record in results.items()}
+    assert verdicts == {"lower": "better", str(patch): "worse", ".": "same"}
+    assert all(of["error"] == 0.05 / 3 and of["edits_tried"] == 3 for of in results.values())
+    counts = runs_of(repo / "out")
+    heads = [name for name in counts if name.startswith(results["lower"]["code"]["head"]) and "_1of" not in name]
+    most = max(of["sizes"]["460K"]["pairs"] for of in results.values())
+    assert set(counts.values()) == {1} and most <= len(heads) < most + 4
+    rows = re.findall(r"^\| (lower|\.|/\S+) +\| 460K \| (\w+) ", said, re.MULTILINE)
+    assert rows == [("lower", "better"), (".", "same"), (str(patch), "worse")]
+    assert code == 0 and said.splitlines()[-1].startswith("edit: lower: better, needs 0.")
+    assert "a false verdict about any of the 3 has probability 0.05 (Bonferroni: 0.017 each)" in said
+    tried = re.sub(" +", " ", next((repo / "out").glob("*/edits.md")).read_text())
+    assert "**3 edits were tried against the same version.**" in tried and tried.count("\n -SHIFT = 0.0\n") == 2
+    assert all(f" {of['sizes']['460K']['pairs']} | edit-{of['code']['edit']} |" in tried for of in results.values())
+    page = next((repo / "out").glob("*/edit-*/edit.md")).read_text()
+    assert page.count("| 460K ") == 3
+    change(repo, SEED="d", SHIFT=1.0)
+    broken = run("lower", "nowhere"), run("lower", str(repo / "a.patch")), run("HEAD", ".")
+    for (code, said, _), words in zip(broken, ("nowhere: there is no such commit", "a.patch is no change of ",
+                                               "HEAD: no file that training loads differs"), strict=True):
+        assert code == 2 and words in said.splitlines()[-1], said
+
+
+def test_what_training_does_not_load_is_no_edit_and_what_links_lead_to_is(repo, run, tmp_path):
+    """A link out of the clone is copied as a file; of a commit it leads where the clone's does."""
+    outside = tmp_path / "mine.py"
+    outside.write_text("")
+    (repo / "config" / "mine.py").symlink_to("../../mine.py")
+    commit(repo)
+    for name in ("edit.log", "nohup.out", "data/corpus.jsonl", "tests/a.md"):
+        (repo / name).parent.mkdir(exist_ok=True)
+        (repo / name).write_text("x")
+    code = repo / "out" / "code"
+    (code / "tmp-killed" / "model.py").mkdir(parents=True)
+    assert run()[0] == 2 and not [*code.glob("tmp-*")]
+    change(repo, SHIFT=0.5, SEED="b")
+    code_of = {}
+    for again in (1, 2):
+        ended, _, result = run()
+        code_of[again] = result["code"]
+        assert ended == 1 and result["changed"] == ["model.py"]
+        (repo / "edit.log").write_text("more")
+        copy = code / result["code"]["edit"]
+        assert not [path for path in copy.rglob("*") if path.is_symlink() or path.suffix not in ("", ".py", ".pyc")]
+        assert "SHIFT = 0.5" in (copy / "model.py").read_text()
+        (copy / "model.py").write_text(written(SEED="b"))  # what a snapshot is called it need not be
+    assert code_of[1] == code_of[2]
+    outside.write_text("x = 1")
+    assert run()[2]["code"]["head"] != code_of[1]["head"]
+
+
+def test_todays_judge_is_put_into_all_versions(repo, run):
+    (repo / "data" / "loader.py").write_text("x = 1")
+    change(repo, SHIFT=0.5, SEED="b")
+    code, said, _ = run()
+    assert code == 2 and "data/loader.py differs" in said and "--todays_judge" in said
+    code, said, result = run("--todays_judge")
+    assert code == 1 and result["changed"] == ["model.py"]
+
+
+def test_a_size_of_ones_own_and_what_a_link_would_write_elsewhere(repo, run, tmp_path):
+    change(repo, SHIFT=0.5, SEED="b")
+    code, said, result = run("--sizes=tiny:n_layer=1,n_embd=32", "--sizes=460K")
+    assert code == 1 and [*result["sizes"]] == ["tiny", "460K"] and "\ntiny, 10 parameters, on " in said
+    (precious := tmp_path / "precious").write_text("kept")
+    for path in [*(repo / "out").glob("*/edit-*/edit.*"), *(repo / "out").glob("*/edits.*")]:
+        path.unlink()
+        path.symlink_to(precious)
+    assert run()[0] == 1 and precious.read_text() == "kept"
+    (runs := next((repo / "out").glob("*/runs.txt"))).unlink()
+    runs.symlink_to(precious)
+    change(repo, SHIFT=0.6, SEED="b")
+    code, said, _ = run()
+    assert code == 2 and "Too many levels of symbolic links" in said and precious.read_text() == "kept"
 
 
 def runs_of(folder):
@@ -365,14 +454,14 @@ def test_a_log_that_lost_a_line_and_a_tree_that_cannot_be_read_again_keep_the_ve
     assert run()[0] == 1
     log = next((repo / "out").glob("*/*seed3/log.jsonl"))
     log.write_text("".join(log.read_text().splitlines(True)[1:]))
-    snapshot, copies = edit.snapshot, []
+    train, copies = repo / "train.py", edit.versions_of
 
-    def fails_the_third_time(*args):
-        copies.append(args)
-        if len(copies) == 3:
-            raise ConfigError("the submodule x has changes")
-        return snapshot(*args)
-    monkeypatch.setattr(edit, "snapshot", fails_the_third_time)
+    def then_goes(*args):
+        try:
+            return copies(*args)
+        finally:
+            train.unlink()
+    monkeypatch.setattr(edit, "versions_of", then_goes)
     code, said, _ = run()
     assert code == 1 and said.splitlines()[-1].startswith("edit: worse"), said
 
@@ -394,8 +483,10 @@ def test_pairs_run_to_the_end_and_no_verdict_comes_before_the_sixth(repo, run, m
     monkeypatch.setattr(edit.compare, "bounds", lambda fractions, alpha: (3.0 for _ in fractions))
     change(repo, SHIFT=0.5, SEED="b", NOISE=0.00001)
     code, said, result = run(*argv, "--jobs=2")
-    assert code == 1 and result["sizes"]["460K"]["pairs"] == pairs
+    assert code == (1 if pairs >= 6 else 4) and result["sizes"]["460K"]["pairs"] == pairs
+    assert ("(4 + 4 runs, and a verdict needs 6, " in said) == (pairs == 4)
     assert said.count("; 0 minutes left\n") == pairs - 1  # a line for each pair but the first
+    assert said.count("the edit, seed2: val_loss ") == said.count("HEAD, seed4_1of2: val_loss ") == 1  # and each run
 
 
 def test_heads_runs_serve_the_next_edit_and_the_page_counts_edits(repo, run):
@@ -418,7 +509,7 @@ def test_an_edit_while_it_runs_does_not_change_the_runs(repo, run):
     code, said, result = run()
     assert (repo / "model.py").read_text() == "SHIFT = 9.0"
     assert code == 1 and result["sizes"]["460K"]["nats"] == pytest.approx(0.05, abs=0.002)
-    assert "the verdict is about the tree at" in said
+    assert "the verdict is about the working tree at" in said
 
 
 def test_ctrl_c_prints_the_interval_so_far(repo, run, monkeypatch):
@@ -458,11 +549,16 @@ def test_train_itself(tmp_path, monkeypatch, data, run, repo):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("LONGHORN_BUILD_DIR", str(tmp_path / "build"))
     source = (repo / "model.py").read_text()
-    (repo / "model.py").write_text(source.replace("config.d_state, config.d_conv", "config.d_state, 3"))
+    (repo / "model.py").write_text(source.replace("config.d_state, config.d_conv", "config.d_state, late()").replace(
+        "\n\nclass ", "\n\ndef late():\n    from tools.mine import TAPS\n    return TAPS\n\n\nclass ", 1))
+    (repo / "tools" / "mine.py").write_text("TAPS = 3")
+    (repo / "tools" / "other.py").write_text("")
+    (repo / "nohup.out").write_text("")
     toy = [f"--{key}={value}" for key, value in TINY.items() if key not in ("max_iters", "eval_interval")]
     code, said, result = run("--sizes=config", "--pairs=1", f"--data={data}", "--backend=torch", *toy)
     assert code == 4 and said.splitlines()[-1] == "edit: undecided: too few pairs (1); rerun, or ask for more", said
-    assert "model.py, 1 lines +, 1 lines -" in said and "of the edit's parameters start from other values" in said
+    assert result["changed"] == ["model.py", "tools/__init__.py", "tools/mine.py"]
+    assert "of the edit's parameters start from other values" in said
     runs = {path.parent.name: json.loads(path.read_text()) for path in (repo / "out").glob("*/*/result.json")}
     assert sorted(run["steps"] for run in runs.values()) == [4, 8, 16, 16]
     head = {run["steps"]: run["val_loss"] for name, run in runs.items() if name.startswith(result["code"]["head"])}

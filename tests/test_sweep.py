@@ -611,7 +611,7 @@ def test_a_sweep_grows_by_what_is_new(tmp_path, pretend, capsys):
 @pytest.mark.parametrize("argv, word", [
     (["duel", "longhorn", "longhorn*3,llama", "--dry-run"], "no llama in 2 layers; set n_layer to 4 or more"),
     (["laptop", "--budgets=28", "--dry-run"], "warmup of 26 and decay of 6 steps are more than max_iters 28"),
-    (["laptop", "--sizes=120M"], "preset laptop has 460K, 1.5M; give of them, or another label with its settings"),
+    (["laptop", "--sizes=120M"], "there are 460K, 1.5M; give of them, or another label with its settings"),
     (["laptop", "--sizes=460K:n_layer=2"], "or another label"), (["laptop", "--sizes=a,b:n_layer=2"], "or another"),
     (["laptop", "--sizes=9K:seed=2"], "the sweep sets seed"),
     (["laptop", "gla@seed=3", "--dry-run"], "--seed=3: the sweep sets seed"),

@@ -30,8 +30,8 @@ from tqdm import tqdm
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from common.errors import ConfigError  # noqa: E402
-from common.files import lock_folder  # noqa: E402
+from common.errors import ConfigError, printable  # noqa: E402
+from common.files import append, lock_folder  # noqa: E402
 from experiments.sweeps.engines import cluster_options, cores, open_engine  # noqa: E402
 from runtime.records import BadRecord, changed_files, fields, is_finished, read_json, write_json  # noqa: E402
 
@@ -242,7 +242,7 @@ class Driver:
             if cell.after in self.running or cell.after in [c.name for c in self.waiting]:
                 continue
             command = cell.command(self.folder, self.engine.nproc, self.script)
-            with open(self.folder / f"{cell.name}.txt", "a") as out:
+            with append(self.folder / f"{cell.name}.txt") as out:
                 print("$", shlex.join(command), file=out)
             try:
                 self.engine.start(cell.name, command)
@@ -311,7 +311,7 @@ class Driver:
         if line not in self.printed:
             self.printed.add(line)
             with tqdm.external_write_mode():
-                print(line, flush=True)
+                print(printable(line), flush=True)
 
     def signalled(self, number, frame):
         self.signals.append(number)
