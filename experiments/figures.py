@@ -26,7 +26,7 @@ SPARE = ("#006d77", "#c77dff", "#ff7f50", "#6a994e", "#b5179e", "#577590")  # fo
 @dataclass
 class Curve:
     """A curve from points (x, y) and its interval from low to high, both (points,); label: at its end; family: whose
-    colour it has. NaN and None are holes."""
+    colour it has; line: Matplotlib's markers and line. NaN and None are holes."""
 
     family: str
     label: str
@@ -34,6 +34,7 @@ class Curve:
     y: list
     low: list = ()
     high: list = ()
+    line: str = "o-"
 
 
 @dataclass
@@ -103,7 +104,7 @@ def draw_curves(axes, panel, colours):
     for curve in panel.curves:
         x, y, low, high = (np.array(values, float) for values in (curve.x, curve.y, curve.low, curve.high))
         colour = colours[curve.family]
-        line, = axes.plot(x, y, color=colour, lw=1.3, marker="o", ms=4, markeredgecolor="white", label=curve.label)
+        line, = axes.plot(x, y, curve.line, color=colour, lw=1.3, ms=4, markeredgecolor="white", label=curve.label)
         if len(low):
             axes.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
         places.update(x.tolist())

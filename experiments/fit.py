@@ -29,7 +29,7 @@ EPOCH = dict(E=1.8172, A=482.0, alpha=0.3478, B=2085.4, beta=0.3658)  # Besirogl
 MB = 2**20
 FORMS = {"additive": (), "offset": (5,), "gamma": (6,)}  # the constants that are free beside the first five
 PER_DOUBLING, FALL = 0.7, 0.4  # correlation of log L along a trunk; its SD falls as D^-0.4: duels at 460K and 1.5M
-QUANTILES = 0.05, 0.5, 0.95
+QUANTILES = {0.05: "lower", 0.5: "nearest", 0.95: "higher"}  # and how each is rounded to a draw
 
 
 class CannotFit(ValueError):
@@ -37,9 +37,10 @@ class CannotFit(ValueError):
 
 
 Fit = namedtuple("Fit", "E A alpha B beta D0 gamma cost")  # cost: half the sum of squares, or the summed Huber loss
-# Runs of a family, sizes and budgets ascending. N, flops (sizes,): parameters but the embedding's, FLOPs per token;
-# D (budgets,) tokens; log_L (seeds, sizes, budgets); rate_cost (sizes,): of the error of the rates in log L, on average
-Family = namedtuple("Family", "N flops D log_L rate_cost")
+# Runs of a family, sizes and budgets ascending. sizes: their labels; N, flops (sizes,): parameters but the embedding's,
+# FLOPs per token; D (budgets,) tokens; log_L (seeds, sizes, budgets); rate_cost (sizes,): of the error of the rates in
+# log L, on average
+Family = namedtuple("Family", "sizes N flops D log_L rate_cost")
 
 
 # -------------------------------------------------------------------------------------------------------------- the law
@@ -173,26 +174,35 @@ def seed_noise(family):
     return (off**2).sum() / df, df
 
 
+def grid(family):
+    """N and D, (cells,) each, of the family's means."""
+    return np.repeat(family.N, len(family.D)), np.tile(family.D, len(family.N))
+
+
 def fit_family(family, form, log_L=None, start=None):
     """Fit to the means over seeds, or to other log_L (sizes, budgets)."""
     if log_L is None:
         log_L = family.log_L.mean(0)
-    N = np.repeat(family.N, len(family.D))
-    D = np.tile(family.D, len(family.N))
     whiten = np.kron(np.eye(len(family.N)), whitening(family.D))
-    return fit_loss(N, D, np.exp(log_L).ravel(), form, whiten, start)
+    return fit_loss(*grid(family), np.exp(log_L).ravel(), form, whiten, start)
 
 
 def log_law(fitted, N, D):
     return np.log(law(N, D, *fitted[:7]))
 
 
-def misfit(family, form, fitted):
-    """The variance of the means of log L around a fit beyond that of seeds and of the rates' costs; 0 or more."""
+def around(family, form, fitted):
+    """(variance of the means of log L around a fit, degrees of freedom)."""
     off = family.log_L.mean(0) - log_law(fitted, family.N[:, None], family.D)
-    seen = (off**2).sum() / (off.size - 5 - len(FORMS[form]))
-    of_seeds = seed_noise(family)[0] * np.diag(shape(family.D)).mean() / len(family.log_L)
-    return max(0.0, seen - of_seeds - 2 * (family.rate_cost**2).mean())
+    df = off.size - 5 - len(FORMS[form])
+    return (off**2).sum() / df, df
+
+
+def misfit(rng, family, variance, df):
+    """A draw of the variance that the means have around the law beyond that of seeds and of the rates' costs; 0 or
+    more. variance, df: see `around`; they are seen like those of a sample."""
+    of_seeds = scale(rng, family) ** 2 * np.diag(shape(family.D)).mean() / len(family.log_L)
+    return max(0.0, variance * df / rng.chisquare(df) - of_seeds - 2 * (family.rate_cost**2).mean())
 
 
 def per_token(family, N):
@@ -200,15 +210,34 @@ def per_token(family, N):
     return N * np.interp(np.log(N), np.log(family.N), family.flops / family.N)
 
 
+def optimum(fitted, family, compute, N):
+    """(N, loss) of the candidate N (sizes,) that is best trained with so many FLOPs."""
+    D = np.maximum(compute / per_token(family, N), fitted.D0 * 1.001 + 1)
+    losses = law(N, D, *fitted[:7])
+    i = np.argmin(losses)
+    return N[i], losses[i]
+
+
+def computes(family, count=9):
+    """(count,) FLOPs from those of the family's least run to those of its largest."""
+    return np.geomspace(family.flops[0] * family.D[0], family.flops[-1] * family.D[-1], count)
+
+
 def allocation(fitted, family):
     """a of N_opt ~ C^a over the compute C of the family's runs."""
     N = np.geomspace(family.N[0] / 30, family.N[-1] * 30, 2000)
-    C = np.geomspace(family.flops[0] * family.D[0], family.flops[-1] * family.D[-1], 9)
-    best = []
-    for compute in C:
-        D = np.maximum(compute / per_token(family, N), fitted.D0 * 1.001 + 1)
-        best.append(N[np.argmin(law(N, D, *fitted[:7]))])
+    C = computes(family)
+    best = [optimum(fitted, family, compute, N)[0] for compute in C]
     return np.polyfit(np.log(C), np.log(best), 1)[0]
+
+
+def frontier_losses(fitted, family):
+    """{`frontier I`: log of the least loss with the I-th of `computes`}, over parameters as in `frontier`."""
+    N = np.geomspace(family.N[0], family.N[-1], 300)
+    found = {}
+    for i, compute in enumerate(computes(family)):
+        found[f"frontier {i}"] = np.log(optimum(fitted, family, compute, N)[1])
+    return found
 
 
 def frontier(fitted, family, levels):
@@ -246,31 +275,42 @@ def curves(D, log_L):
 
 
 def log_tokens(points, curve, level):
-    """log D at which a falling curve comes to a level of log L; NaN where it does not."""
-    return np.interp(-level, -curve, points, left=np.nan, right=np.nan)
+    """log D at which a falling curve comes to a level of log L; infinite where that is before or after its points."""
+    return np.interp(-level, -curve, points, left=-np.inf, right=np.inf)
+
+
+def tokens_needed(points_a, curve_a, points_b, curve_b, D):
+    """log2 of what a needs of D (budgets,) tokens of b, by a curve of each."""
+    level = np.interp(np.log(D), points_b, curve_b)
+    return (log_tokens(points_a, curve_a, level) - np.log(D)) / math.log(2)
 
 
 def slope_within(y, x, group):
-    """The least-squares slope of y on x with a term per group; arrays of one shape, NaN left out."""
+    """The least-squares slope of y on x with a term per group; arrays of one shape, infinite y left out."""
     known = np.isfinite(y)
     of_group = group[known][:, None] == np.unique(group)
     return np.linalg.lstsq(np.column_stack([x[known], of_group]), y[known])[0][0]
 
 
-def ratios(a, b, log_L_a, log_L_b, D):
-    """What a needs of b's tokens: {quantity: log2 of a ratio, or its slope per doubling}, at budgets D for b.
+def ratios(a, b, D):
+    """What a needs of b's tokens at their common sizes, two or more: {quantity: log2 of a ratio, or its slope per
+    doubling}, at budgets D for b.
 
     b's loss is read at a's parameters.
     """
-    points_b, curves_b = curves(b.D, log_L_b + np.gradient(log_L_b, np.log(b.N), axis=0)
-                                * np.log(a.N / b.N)[:, None])
-    points, curves_a = curves(a.D, log_L_a)
+    both = common_sizes(a, b)
+    a = of_sizes(a, both)
+    b = of_sizes(b, both)
+    means = b.log_L.mean(0)
+    per_N = np.gradient(means, np.log(b.N), axis=0)
+    points_b, curves_b = curves(b.D, means + per_N * np.log(a.N / b.N)[:, None])
+    points, curves_a = curves(a.D, a.log_L.mean(0))
     tokens = []
     for curve_a, curve_b in zip(curves_a, curves_b, strict=True):
-        tokens.append(log_tokens(points, curve_a, np.interp(np.log(D), points_b, curve_b)) - np.log(D))
-    tokens = np.array(tokens) / math.log(2)
+        tokens.append(tokens_needed(points, curve_a, points_b, curve_b, D))
+    tokens = np.array(tokens)
     sizes, budgets = np.indices(tokens.shape)
-    found = {f"tokens {i} {j}": tokens[i, j] for i, j in np.ndindex(tokens.shape)}
+    found = {f"tokens {a.sizes[i]} {D[j]:.0f}": tokens[i, j] for i, j in np.ndindex(tokens.shape)}
     found["per D"] = slope_within(tokens, np.log2(D)[budgets], sizes)
     found["per N"] = slope_within(tokens, np.log2(a.N)[sizes], budgets)
     return found
@@ -294,10 +334,25 @@ def since(family, tokens):
     return family._replace(D=family.D[keep], log_L=family.log_L[:, :, keep])
 
 
+def of_sizes(family, labels):
+    """The family at sizes that it has, in this order."""
+    keep = [family.sizes.index(label) for label in labels]
+    return Family(labels, family.N[keep], family.flops[keep], family.D, family.log_L[:, keep], family.rate_cost[keep])
+
+
+def common_sizes(a, b):
+    return [label for label in a.sizes if label in b.sizes]
+
+
 def scale(rng, family):
     """A draw of the SD over seeds at 1 MB: that seen, by Student's t."""
     variance, df = seed_noise(family)
     return math.sqrt(variance * df / rng.chisquare(df))
+
+
+def trunks(rng, family, D, count):
+    """Draws of the noise of log L over seeds along trunks, (count, budgets)."""
+    return scale(rng, family) * rng.standard_normal((count, len(D))) @ np.linalg.cholesky(shape(D)).T
 
 
 def again(rng, family, misfit):
@@ -306,10 +361,9 @@ def again(rng, family, misfit):
     A rate that is off by a normal error costs its square, of which the mean is in every loss.
     """
     seeds, sizes, budgets = family.log_L.shape
-    trunks = rng.standard_normal((sizes, budgets)) @ np.linalg.cholesky(shape(family.D)).T
+    noise = trunks(rng, family, family.D, sizes) / math.sqrt(seeds)
     rates = family.rate_cost * (rng.standard_normal(sizes) ** 2 - 1)
-    off = scale(rng, family) * trunks / math.sqrt(seeds) + rates[:, None]
-    return off + math.sqrt(misfit) * rng.standard_normal((sizes, budgets))
+    return noise + rates[:, None] + math.sqrt(misfit) * rng.standard_normal((sizes, budgets))
 
 
 def one_more(rng, family, fitted, misfit, N, D):
@@ -331,8 +385,12 @@ def one_more(rng, family, fitted, misfit, N, D):
 def analyse(families, targets=None, least=MB, draws=200, seed=0):
     """{quantity: (low, middle, high)}, the 90% interval and the median over simulated sweeps.
 
-    Quantities: `NAME alpha`, `NAME a`, `NAME E`; of targets {NAME: [(N, D)]} `NAME N D`, the log of a run's loss; of
-    the first family against each other one `NAME` and the quantities of `ratios` and `compute_ratio`.
+    Quantities: `NAME alpha`, `NAME a`, `NAME E`, `NAME frontier I`; of targets {NAME: [(N, D)]} `NAME N D`, the log of
+    a run's loss; of the first family against each other one `NAME` and the quantities of `compute_ratio`, and those of
+    `ratios` over the sizes that both have, if two or more.
+
+    The misfit is that around the form that fits a family best: what another form misses beyond it is in the intervals
+    already, as the forms come to different values.
 
     Args:
         families: {name: Family}, the first the one that the others are compared with.
@@ -342,30 +400,42 @@ def analyse(families, targets=None, least=MB, draws=200, seed=0):
     first, *others = families
     parts = {name: since(family, least) for name, family in families.items()}
     found = {}
-    smallest = dict.fromkeys(families, math.inf)  # misfit of a form: of the curves, which have none
-    for form in FORMS:
-        fits = {}
-        beyond = {}
+    fits = {}
+    least_around = {}
+    for name, part in parts.items():
+        fits[name] = {form: fit_family(part, form) for form in FORMS}
+        least_around[name] = min(around(part, form, fitted) for form, fitted in fits[name].items())
+    for form, _ in itertools.product(FORMS, range(draws)):
+        refits = {}
         for name, part in parts.items():
-            fits[name] = fit_family(part, form)
-            beyond[name] = misfit(part, form, fits[name])
-            smallest[name] = min(smallest[name], beyond[name])
-        for _ in range(draws):
-            refits = {}
-            for name, part in parts.items():
-                log_L = log_law(fits[name], part.N[:, None], part.D) + again(rng, part, beyond[name])
-                refits[name] = fit_family(part, form, log_L, fits[name])
-                add(found, name, E=refits[name].E, alpha=refits[name].alpha, a=allocation(refits[name], part))
-                for N, D in (targets or {}).get(name, ()):
-                    log_L = one_more(rng, part, refits[name], beyond[name], N, D)
-                    add(found, name, **{f"{N:.0f} {D:.0f}": log_L})
-            for name in others:
-                add(found, name, **compute_ratio(parts[first], parts[name], refits[first], refits[name]))
-    for _ in range(draws):
-        log_L = {name: family.log_L.mean(0) + again(rng, family, smallest[name]) for name, family in families.items()}
+            fitted = fits[name][form]
+            beyond = misfit(rng, part, *least_around[name])
+            log_L = log_law(fitted, part.N[:, None], part.D) + again(rng, part, beyond)
+            refits[name] = fit_family(part, form, log_L, fitted)
+            add(found, name, E=refits[name].E, alpha=refits[name].alpha, a=allocation(refits[name], part),
+                **frontier_losses(refits[name], part))
+            for N, D in (targets or {}).get(name, ()):
+                log_L = one_more(rng, part, refits[name], beyond, N, D)
+                add(found, name, **{f"{N:.0f} {D:.0f}": log_L})
         for name in others:
-            add(found, name, **ratios(families[first], families[name], log_L[first], log_L[name], parts[name].D))
-    return {key: np.nanquantile(values, QUANTILES).tolist() for key, values in found.items()}
+            add(found, name, **compute_ratio(parts[first], parts[name], refits[first], refits[name]))
+    for _ in range(draws):
+        drawn = {}
+        for name, family in families.items():
+            off = again(rng, family, misfit(rng, parts[name], *least_around[name]))
+            drawn[name] = family._replace(log_L=family.log_L.mean(0, keepdims=True) + off)
+        for name in others:
+            if len(common_sizes(drawn[first], drawn[name])) > 1:
+                add(found, name, **ratios(drawn[first], drawn[name], parts[name].D))
+    return {key: interval(values) for key, values in found.items()}
+
+
+def interval(values):
+    """Quantiles of draws; those that are infinite count, and one that is NaN leaves nothing to tell."""
+    found = []
+    for quantile, method in QUANTILES.items():
+        found.append(np.quantile(values, quantile, method=method).item())
+    return found
 
 
 def add(found, name, **values):

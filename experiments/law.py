@@ -1,17 +1,20 @@
-"""The law of a sweep: its families' constants, what one needs of the others' tokens and compute, with 90% intervals.
+"""The law of a sweep: what the first family needs of the others' tokens and compute, further losses, the constants.
 
-    python experiments/law.py out/scaling_law                              the first family against the others
-    python experiments/law.py results/law/runs.json longhorn llama         from a saved file, of some families
-    python experiments/law.py out/scaling_law --predict=predictions.json   before the runs of `sweep.py law_predicted`
+    python experiments/law.py out/scaling_law --predict=results/law/predictions.json     before `sweep.py law_predicted`
+    python experiments/law.py out/scaling_law --out=results/law/report                   page, figure, points.csv
+    python experiments/law.py results/law/report.json longhorn llama                     from the records alone
 
-`NAME tokens I J`: log2 of the tokens that the first family needs of NAME's, at size I and budget J; `per D`, `per N`:
-its slopes per doubling; `NAME compute`, `per C`: the same of the compute, on the frontier. How: experiments/fit.py.
+The page is right for a sweep that is under way too: it is of the families that have three complete sizes or more, and
+says what is missing. Beside it may lie predictions.json, and simulation.json of experiments/law_simulation.py. How:
+experiments/fit.py.
 """
 
+import functools
 import itertools
 import math
 import sys
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +25,31 @@ import configurator  # noqa: E402
 from common import errors  # noqa: E402
 from common.errors import ConfigError  # noqa: E402
 from configurator import Count, Positive  # noqa: E402
-from experiments import compare, records, sweep  # noqa: E402
-from experiments.fit import MB, Family, analyse, power  # noqa: E402
-from runtime.records import environment, write_json  # noqa: E402
+from experiments import compare, fit, pages, records, report, sweep  # noqa: E402
+from experiments.figures import Curve, Panel, name_of  # noqa: E402
+from experiments.fit import MB, CannotFit, Family  # noqa: E402
+from experiments.pages import human, listed, table  # noqa: E402
+from runtime.records import environment, read_json, write_json  # noqa: E402
+
+HALF = " rate/2"  # in the label of a size at half its rate
+UNITS = ("tokens read, flops of training, seconds, parameters with those of the embedding, val_loss in nats per token "
+         "on all held-out files, loss_of_choosing_files on the first half of them")
+RATIO = "{:.2f} ({:.2f} .. {:.2f})"
+UNKNOWN = "cannot be told"
+RATIOS = """\
+What the first family needs of another's tokens for its loss at a budget, read off a cubic in log D per size."""
+PREDICTIONS = """\
+Losses in nats per token of one run each, predicted before it began; off: measured over predicted. The power goes
+through the two largest sizes, or budgets where the size was trained."""
+PREDICTED = {"run": "{name} {size}", "tokens": "{D}", "predicted, 90%": "{loss:.4f} ({low:.4f} .. {high:.4f})",
+             "either way": "{half:.1%}", "measured": "{measured:.4f}", "inside": "{inside}", "off": "{off:+.2%}",
+             "by a power": "{power:.4f}", "that off": "{power_off:+.2%}"}
+CONSTANTS = """\
+L = E + (A / N^alpha + B / (D - D0)^beta)^gamma, N_opt ~ C^a over three forms of it with equal weight; compute: times
+the FLOPs for the loss of the other's largest run; per C: the factor by which that changes with twice the FLOPs."""
+COVERAGE = """\
+So many simulated sweeps of `{}` had the truth in their 90% intervals, by the form of the true law; in brackets half the
+mean width, in log L, log2 of a ratio, or of the constant:"""
 
 
 def rate_costs(searches, rates, widths):
@@ -44,51 +69,73 @@ def rate_costs(searches, rates, widths):
     curvature = np.mean([found.curvature / best[width] for width, found in looked.items()])
     variance = np.mean([found.variance for found in looked.values()])
     x = np.log(list(rates))
-    apart = x - x.mean()
+    leverage = np.ones(len(widths))
     if len(x) > 2:
+        apart = x - x.mean()
         y = np.log(list(rates.values()))
         off = y - y.mean() - apart * (apart @ y) / (apart @ apart)
         variance = max(variance, off @ off / (len(x) - 2))
-    leverage = 1 / len(x) + (np.log(widths) - x.mean()) ** 2 / max(apart @ apart, 1e-9)
-    return curvature * variance * np.maximum(1, leverage)
+        leverage = np.maximum(1, 1 / len(x) + (np.log(widths) - x.mean()) ** 2 / (apart @ apart))
+    return curvature * variance * leverage
 
 
-def families_of(source, models=(), with_embedding=False):
-    """{model: Family} of a sweep's folder or saved file: the sizes that have all budgets at which some size has two
-    seeds or more, with all seeds. Raises ConfigError for a model with fewer than three such sizes.
+def reported(runs):
+    """The runs of reported seeds that count."""
+    return runs[(runs.stage == "seed") & (runs.left_out == "")].astype({"seed": int, "tokens": float})
 
-    with_embedding: N counts its parameters too.
-    """
-    runs = records.read(source, kind="scaling")
-    runs = runs[runs.left_out == ""]
-    found = {}
+
+def family_of(runs, model, with_embedding=False):
+    """The Family of a model's runs: the sizes that have all seeds at all budgets at which some size has two seeds or
+    more. None without such a size. with_embedding: N counts its parameters too."""
+    runs = runs[runs.model == model]
+    of_seeds = reported(runs)
+    of_seeds = of_seeds[of_seeds.groupby(["size", "tokens"]).seed.transform("nunique") > 1]
+    if of_seeds.empty:
+        return None
+    seeds = sorted(of_seeds.seed.unique())
+    D = np.sort(of_seeds.tokens.unique())
+    losses = of_seeds.pivot_table(index="size", columns=["seed", "tokens"], values="val_loss")
+    losses = losses.reindex(columns=list(itertools.product(seeds, D))).dropna()
+    about = of_seeds.groupby("size").first().loc[losses.index].sort_values("parameters")
+    searches = {}
+    for run in runs[(runs.stage == "search") & (runs.left_out == "")].itertuples():
+        at_rate = searches.setdefault(run.n_embd, {}).setdefault(run.learning_rate, {})
+        at_rate[run.seed] = run.loss_of_choosing_files
+    searched = about[about.n_embd.isin(list(searches))]
+    rates = dict(zip(searched.n_embd, searched.learning_rate, strict=True))
+    costs = rate_costs(searches, rates, about.n_embd.to_numpy(float))
+    N = about.parameters - (0 if with_embedding else about.embedding)
+    flops = about.flops / about.tokens
+    log_L = np.log(losses.loc[about.index].to_numpy(float)).reshape(len(about), len(seeds), len(D)).swapaxes(0, 1)
+    return Family(list(about.index), N.to_numpy(float), flops.to_numpy(float), D, log_L, costs)
+
+
+def families_of(runs, models=(), least=MB, with_embedding=False):
+    """({model: Family} of those to which a law can be fitted from so many tokens on, [what others, and they, lack])."""
+    seeds = runs[runs.stage == "seed"].groupby("size").seed.nunique()
+    expected = [size for size in runs.attrs.get("sizes", ()) if seeds.get(size) != 1]  # one: a prediction, a control
+    families = {}
+    missing = []
     for model in models or runs.model.unique():
-        of_model = runs[runs.model == model].astype({"seed": int, "tokens": float})
-        reported = of_model[of_model.stage == "seed"]
-        reported = reported[reported.groupby(["size", "tokens"]).seed.transform("nunique") > 1]
-        table = reported.pivot_table(index="size", columns=["seed", "tokens"], values="val_loss").dropna()
-        if len(table) < 3:
-            raise ConfigError(f"{source}: {len(table)} sizes of {model} are complete: run three, or name others")
-        about = reported.groupby("size").first().loc[table.index]
-        table = table.loc[about.sort_values("parameters").index]
-        about = about.loc[table.index]
-        searches = {}
-        for run in of_model[of_model.stage == "search"].itertuples():
-            losses = searches.setdefault(run.n_embd, {}).setdefault(run.learning_rate, {})
-            losses[run.seed] = run.loss_of_choosing_files
-        chosen = about.learning_rate[about.n_embd.isin(list(searches))]
-        rates = dict(zip(about.n_embd[chosen.index], chosen, strict=True))
-        seeds = table.columns.levels[0]
-        log_L = np.log(table.to_numpy()).reshape(len(table), len(seeds), -1).swapaxes(0, 1)
-        N = about.parameters - (0 if with_embedding else about.embedding)
-        flops = about.flops / about.tokens
-        costs = rate_costs(searches, rates, about.n_embd.to_numpy(float))
-        D = table.columns.levels[1]
-        found[model] = Family(N.to_numpy(float), flops.to_numpy(float), D.to_numpy(float), log_L, costs)
-    return found
+        family = family_of(runs, model, with_embedding)
+        has = family.sizes if family else []
+        lacks = [size for size in expected if size not in has]
+        if lacks:
+            missing.append(f"{name_of(model)}: {', '.join(lacks)} not complete")
+        try:
+            fit.check_design(*fit.grid(fit.since(family, least)) if family else ((), ()))
+        except CannotFit as why:
+            missing.append(f"{name_of(model)} is not fitted: {why}")
+        else:
+            families[model] = family
+            if not family.rate_cost.any():
+                missing.append(f"{name_of(model)}: no search tells the error of its rates, which its intervals lack")
+    return families, missing
 
 
-def to_predict(families, with_embedding=False):
+# ---------------------------------------------------------------------------------------------------------- predictions
+
+def to_predict(families):
     """{model: {(N, D): (size, tokens)}} of the runs of `sweep.py law_predicted`."""
     preset = sweep.PRESETS["law_predicted"]
     models = [model for model in preset.models if model in families]
@@ -96,41 +143,291 @@ def to_predict(families, with_embedding=False):
     sweep.estimate(cells)
     targets = {}
     for cell in cells:
-        embedding = 0 if with_embedding else sweep.vocabulary("pystdlib") * sweep.load(cell.argv).n_embd
+        embedding = sweep.vocabulary("pystdlib") * sweep.load(cell.argv).n_embd
         place = float(cell.at["parameters"] - embedding), float(cell.at["tokens"])
         targets.setdefault(cell.at["model"], {})[place] = cell.at["size"], cell.at["tokens"]
     return targets
 
 
+def predict(path, families, least, draws):
+    """Write the losses of `sweep.py law_predicted`. Raises ConfigError where the file stands."""
+    if path.exists():
+        raise ConfigError(f"--predict={path}: these predictions stand: name another file for those of other families")
+    targets = to_predict(families)
+    found = fit.analyse(families, targets, least, draws)
+    predictions = []
+    for model, places in targets.items():
+        for (N, D), (size, tokens) in places.items():
+            low, loss, high = np.exp(found[f"{model} {N:.0f} {D:.0f}"]).tolist()
+            by_power = math.exp(fit.power(families[model], N, D))
+            predictions.append({"model": model, "size": size, "tokens": tokens, "low": low, "loss": loss, "high": high,
+                                "power": by_power, "is_larger": N not in families[model].N})
+            print(f"{model} {size} {tokens:,}: {loss:.4f} ({low:.4f} .. {high:.4f}), by a power {by_power:.4f}")
+    time = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    write_json(path, {"commit": environment()["commit"], "time": time, "predictions": predictions})
+
+
+def measured(runs, folder):
+    """The predictions in a folder as rows, with what was measured by runs that began later."""
+    rows = []
+    for path in sorted(folder.glob("predictions*.json")):
+        record = read_json(path)
+        for row in record["predictions"]:
+            row |= {"name": name_of(row["model"]), "D": human(row["tokens"]),
+                    "half": (row["high"] / row["low"]) ** 0.5 - 1}
+            run = runs[(runs.model == row["model"]) & (runs["size"] == row["size"]) & (runs.tokens == row["tokens"])]
+            for time, loss in zip(run.time[:1], run.val_loss, strict=False):
+                if time < record["time"]:
+                    row["inside"] = "its run began before"
+                    continue
+                row |= {"measured": loss, "inside": "yes" if row["low"] <= loss <= row["high"] else "no",
+                        "off": loss / row["loss"] - 1, "power_off": loss / row["power"] - 1}
+            rows.append(row)
+    return rows
+
+
+def verdict(rows, words):
+    """Point 3: what became of a group of predictions, of which two thirds have to be inside."""
+    known = [row for row in rows if "measured" in row]
+    inside = sum(row["inside"] == "yes" for row in known)
+    needed = math.ceil(len(rows) * 2 / 3)
+    result = "not decided yet"
+    if inside >= needed:
+        result = "it passes"
+    elif inside + len(rows) - len(known) < needed:
+        result = "it fails"
+    text = (f"Of {len(rows)} predicted losses {words} {len(known)} were measured, and {inside} lie in their 90% "
+            f"intervals ({needed} are needed: {result})")
+    if known:
+        law, power = (np.mean([abs(row[key]) for row in known]) for key in ("off", "power_off"))
+        text += f"; the law is off by {law:.2%} on average, a power through the two largest by {power:.2%}"
+    return f"{text}."
+
+
+# ------------------------------------------------------------------------------------------------------------- the page
+
+def told(interval, template=RATIO, of=float):
+    """An interval in words, of(value) of each; `cannot be told` unless it has ends."""
+    if interval is None or not np.isfinite(interval).all():
+        return UNKNOWN
+    low, middle, high = map(of, interval)
+    return template.format(middle, low, high)
+
+
+def trend(interval, per):
+    """What a slope of log2 per doubling says, in percent."""
+    words = told(interval, "{:+.1f}% ({:+.1f} .. {:+.1f}) per doubling", lambda x: 100 * (2**x - 1))
+    if words == UNKNOWN or interval[0] <= 0 <= interval[2]:
+        return f"whether that falls or rises with {per} {UNKNOWN}" + f": {words}" * (words != UNKNOWN)
+    return f"that {'falls' if interval[2] < 0 else 'rises'} with {per}, {words}"
+
+
+def of_tokens(found, families, least, other):
+    """Point 1: what the first family needs of another's tokens, in the middle of the sizes and budgets of both."""
+    first, *_ = families
+    sizes = fit.common_sizes(families[first], families[other])
+    if len(sizes) < 2:
+        return f"What {name_of(first)} needs of {name_of(other)}'s tokens {UNKNOWN}: they lack two common sizes."
+    size = sizes[len(sizes) // 2]
+    D = fit.since(families[other], least).D
+    tokens = D[len(D) // 2]
+    ratio = told(found[f"{other} tokens {size} {tokens:.0f}"], of=np.exp2)
+    return (f"{name_of(first)} needs {ratio} times {name_of(other)}'s tokens at {size} and {human(tokens)} tokens; at "
+            f"fixed size {trend(found[f'{other} per D'], 'the tokens')}; at fixed tokens "
+            f"{trend(found[f'{other} per N'], 'the size')}.")
+
+
+def of_compute(found, families, other):
+    """Point 2: what it needs of another's compute on the frontier."""
+    first, *_ = families
+    b = families[other]
+    return (f"On the frontier {name_of(first)} needs {told(found[f'{other} compute'], of=np.exp2)} times "
+            f"{name_of(other)}'s FLOPs for the loss of {name_of(other)} {b.sizes[-1]} after {human(b.D[-1])} tokens; "
+            f"{trend(found[f'{other} per C'], 'the compute')}.")
+
+
+def of_constants(found, model):
+    """Point 4: the constants of a family."""
+    low, _, high = found[f"{model} E"]
+    floor = f"{low:.2f} .. {high:.2f}" if low > 0.01 else f"{UNKNOWN} from 0 (at most {high:.2f})"
+    return f"{name_of(model)}: alpha {told(found[f'{model} alpha'])}, a {told(found[f'{model} a'])}, E {floor}."
+
+
+def at_half_rate(runs, families, draws):
+    """Sentences: is the ratio of tokens another one at half the rates? Of one seed, with the noise of the families."""
+    first, *others = families
+    rng = np.random.default_rng(0)
+    runs = reported(runs)
+    halves = [size for size in runs["size"].unique() if size.endswith(HALF)]
+    sentences = []
+    for half, other in itertools.product(halves, others):
+        size = half.removesuffix(HALF)
+        of_seed = runs[runs.seed == runs[runs["size"] == half].seed.min()]
+        losses = of_seed.pivot_table(index=["model", "size"], columns="tokens", values="val_loss")
+        losses = losses.reindex([(first, half), (other, half), (first, size), (other, size)]).dropna(axis=1)
+        D = losses.columns.to_numpy(float)
+        changes = []
+        for _ in range(draws if len(D) > 3 else 0):  # a cubic goes through four
+            log_L = np.log(losses.to_numpy(float))
+            log_L[0::2] += fit.trunks(rng, families[first], D, 2)
+            log_L[1::2] += fit.trunks(rng, families[other], D, 2)
+            points, curves = fit.curves(D, log_L)
+            at_half, before = (fit.tokens_needed(points, a, points, b, D) for a, b in (curves[:2], curves[2:]))
+            change = at_half - before
+            changes.append(np.mean(change[np.isfinite(change)]))
+        times = told(fit.interval(changes), of=np.exp2) if changes else UNKNOWN
+        sentences.append(f"What {name_of(first)} needs of {name_of(other)}'s tokens at half the rates, over what it "
+                         f"needs at those of the search, at {size}: {times}.")
+    return sentences
+
+
+def controls_of(runs, args, families):
+    """What the controls say, in sentences."""
+    sentences = at_half_rate(runs, families, args.draws) if families else []
+    if args.control:
+        control = records.read(args.control, args.accept_code, "scaling")
+        tokens = control.attrs["settings"]["batch_tokens"]
+        sentences += [f"With {tokens:,} tokens per step, 95%: {said}" for said in report.page(control).sentences]
+    return sentences
+
+
+def by_other_choices(runs, args, families):
+    """{words: quantities} of other least budgets, and of N with the embedding."""
+    found = {}
+    for least, with_embedding in (args.least / 2, False), (args.least * 2, False), (args.least, True):
+        others, _ = families_of(runs, list(families), least * MB, with_embedding)
+        if len(others) == len(families):
+            words = f"from {least:g} MB" + ", N with the embedding" * with_embedding
+            found[words] = fit.analyse(others, None, least * MB, math.ceil(args.draws / 4))
+    return found
+
+
+def rows_of_ratios(found):
+    """A row per other family and size: the ratio at each budget."""
+    rows = {}
+    for key, interval in found.items():
+        model, _, place = key.partition(" tokens ")
+        if place:
+            size, _, tokens = place.rpartition(" ")
+            row = rows.setdefault((model, size), {"of": name_of(model), "at": size})
+            row[f"{human(float(tokens))} tokens"] = told(interval, of=np.exp2)
+    return list(rows.values())
+
+
+def rows_of_constants(choices):
+    """A row per constant of a family, and per quantity of the frontier: its interval by each choice."""
+    of = {"alpha": float, "a": float, "E": float, "compute": np.exp2, "per C": np.exp2}
+    rows = {}
+    for words, found in choices.items():
+        for key, interval in found.items():
+            model, _, quantity = key.partition(" ")
+            if quantity in of:
+                row = rows.setdefault(key, {"quantity": f"{name_of(model)} {quantity}"})
+                row[words] = told(interval, of=of[quantity])
+    return list(rows.values())
+
+
+def coverage(path):
+    """What a record of law_simulation.py says."""
+    if not path.exists():
+        return "This has not been simulated: `python experiments/law_simulation.py results/law/simulation.json`."
+    record = read_json(path)
+    rows = {}
+    for form, counts in record["forms"].items():
+        for key, count in counts.items():
+            row = rows.setdefault(key, {"quantity": key})
+            row[form] = f"{count['held']} of {count['of']} ({count['width'] / 2:.4f})"
+    return table(list(rows.values()), None, COVERAGE.format(record["command"]))
+
+
+def panels(found, families, least, rows):
+    """Loss against compute with the frontiers; and the predictions, in units of the predicted loss."""
+    curves = []
+    for model, family in families.items():
+        losses = np.exp(family.log_L.mean(0))
+        curves.append(Curve(model, "", (family.flops[:, None] * family.D).ravel(), losses.ravel(), line="o"))
+        C = fit.computes(fit.since(family, least))
+        low, middle, high = np.exp([found[f"{model} frontier {i}"] for i in range(len(C))]).T
+        curves.append(Curve(model, name_of(model), C, middle, low, high, line="-"))
+    lines = []
+    for row in rows:
+        of_run = [row["measured"] / row["loss"]] if "measured" in row else []
+        lines.append(Curve(row["model"], f"{row['name']} {row['size']} {row['D']}", (), of_run,
+                           [row["low"] / row["loss"]], [row["high"] / row["loss"]]))
+    drawn = []
+    if curves:
+        drawn.append(Panel("Loss and compute; frontiers, 90%", "FLOPs of training", "nats per token", curves, "x"))
+    if lines:
+        drawn.append(Panel("Measured losses, 90% as predicted", "loss / predicted loss", "", lines, marks=(1,)))
+    return drawn
+
+
+def page(runs, args, out):
+    """The pages.Page of a sweep; out: its path without ending, beside which predictions and simulation are read."""
+    least = args.least * MB
+    families, missing = families_of(runs, args.models or runs.attrs.get("models", ()), least)
+    others = list(families)[1:]
+    rows = measured(reported(runs), out.parent)
+    found = {}
+    choices = {}
+    if families:
+        found = fit.analyse(families, None, least, args.draws)
+        choices = {f"from {args.least:g} MB": found, **by_other_choices(runs, args, families)}
+    sentences = [of_tokens(found, families, least, other) for other in others]
+    sentences += [of_compute(found, families, other) for other in others]
+    if not others:
+        sentences.append(f"What one family needs of another's tokens and compute {UNKNOWN}: {len(families)} can be "
+                         "fitted.")
+    for is_larger, words in (True, "of larger sizes"), (False, "of runs continued to more tokens"):
+        group = [row for row in rows if row["is_larger"] == is_larger]
+        if group:
+            sentences.append(verdict(group, words))
+    sentences += [of_constants(found, model) for model in families]
+    controls = controls_of(runs, args, families)
+    if not rows:
+        missing.append("no predictions: --predict writes them, before `sweep.py law_predicted` runs")
+    if not controls:
+        missing.append("no controls: `sweep.py law_half`, and --control with the folder of `sweep.py law_4096`")
+    points = runs[[*report.POINTS, "n_embd"]]
+    points.attrs = {"head": f"# schema 1, a line per run, by commit {environment()['commit']}: {UNITS}\n"}
+    again = f"the page, from the records alone: python experiments/law.py {out}.json --out={out}"
+    blocks = [
+        table(rows_of_ratios(found), None, f"## Tokens at equal size\n\n{RATIOS}"),
+        table(rows, PREDICTED, f"## Predictions\n\n{PREDICTIONS}"),
+        table(rows_of_constants(choices), None, f"## Constants, by other choices\n\n{CONSTANTS}"),
+        listed(controls) and f"## Controls\n\n{listed(controls)}",
+        "## Do the intervals hold?", coverage(out.with_name("simulation.json")),
+        "## To repeat it", listed([*runs.attrs.get("commands", ()), again])]
+    return pages.Page(sentences, ["What is missing:", listed(missing)] if missing else [],
+                      panels(found, families, least, rows), blocks, {"points": points})
+
+
 @dataclass
 class Options:
-    sweep: Path  # a sweep's folder, or the .json that its report wrote
+    sweep: Path  # a sweep's folder, or the .json that this program or the sweep's report wrote
     models: list[str] = ()  # the first is compared with each other; none: all
     least: Positive = 1.0  # MB of the least budget that is fitted
-    embedding: bool = False  # count the embedding's parameters too
     draws: Count = 200  # simulated sweeps per form of the law
-    predict: Path = None  # a file: write the losses of `sweep.py law_predicted`
+    out: Path = None  # page, figure and points.csv, without ending (law/report in the folder, or beside the file)
+    control: Path = None  # folder or .json of `sweep.py law_4096`
+    accept_code: tuple[str, ...] = ()  # runs of this other code count too; the page says so
+    predict: Path = None  # a file: write the losses of `sweep.py law_predicted` to it, and no page
 
     ARGUMENTS = ("models",)
 
 
 def main(argv):
     args = configurator.read(Options, argv, __doc__)
-    families = families_of(args.sweep, args.models, args.embedding)
-    targets = to_predict(families, args.embedding) if args.predict else {}
-    found = analyse(families, targets, args.least * MB, args.draws)
-    predictions = []
-    for model, places in targets.items():
-        for (N, D), (size, tokens) in places.items():
-            low, loss, high = np.exp(found.pop(f"{model} {N:.0f} {D:.0f}")).tolist()
-            by_power = math.exp(power(families[model], N, D))
-            predictions.append({"model": model, "size": size, "tokens": tokens, "low": low, "loss": loss, "high": high,
-                                "power": by_power})
-            print(f"{model} {size} {tokens:,}: {loss:.4f} ({low:.4f} .. {high:.4f}), by a power {by_power:.4f}")
-    for key, (low, middle, high) in found.items():
-        print(f"{key:32} {middle:9.4f} ({low:.4f} .. {high:.4f})")
     if args.predict:
-        write_json(args.predict, {"commit": environment()["commit"], "predictions": predictions, "quantities": found})
+        runs = records.read(args.sweep, args.accept_code, "scaling")
+        families, missing = families_of(runs, args.models, args.least * MB)
+        if not families:
+            raise ConfigError(f"{args.sweep}: no law can be fitted: {'; '.join(missing)}")
+        return predict(args.predict, families, args.least * MB, args.draws)
+    out = args.out or (args.sweep.with_suffix("") if args.sweep.is_file() else args.sweep / "law" / "report")
+    page_of = functools.partial(page, args=args, out=out)
+    for path in pages.report("scaling", "The law", page_of, args.sweep, out, args.accept_code).values():
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":

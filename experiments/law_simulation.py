@@ -7,6 +7,7 @@ rates' errors and a misfit that no form has. Quantities are those of fit.analyse
 runs that are drawn after the prediction. alpha is counted where the truth's term of N is a power.
 """
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from configurator import Count  # noqa: E402
 from experiments.fit import FORMS, MB, Family, Fit, allocation, analyse, compute_ratio, law, ratios, shape  # noqa: E402
 from runtime.records import write_json  # noqa: E402
 
+LABELS = ["60K", "130K", "250K", "460K", "1.5M"]
 N = np.array([47880.0, 114496, 248544, 433792, 1436736])  # Longhorn's, without the embedding
 FLOPS = np.array([403e3, 873e3, 1.77e6, 2.97e6, 9.30e6])  # per token
 BUDGETS = np.array([0.25, 0.5, 1, 2, 4, 8, 16]) * MB
@@ -51,18 +53,17 @@ def simulated(rng, name, fitted):
     log_L = exact + noise + rates[:, None] + MISFIT * rng.standard_normal(exact.shape)
     later = {(size, LONGER): log_L[0, i, -1] for i, size in ((1, N[1]), (3, N[3]), (5, LARGER))}
     later[LARGER, 16 * MB] = log_L[0, 5, -2]
-    return Family(N, FLOPS, D[:-1], log_L[:, :5, :-1], COST), later
+    return Family(LABELS, N, FLOPS, D[:-1], log_L[:, :5, :-1], COST), later
 
 
 def exact_quantities(fits):
     """{quantity: its true value}."""
     families = {}
-    log_L = {}
     for name, fitted in fits.items():
         D = BUDGETS if name == "longhorn" else BUDGETS[1:]
-        log_L[name] = np.log(law(N[:, None], D, *fitted[:7]))
-        families[name] = Family(N, FLOPS, D, log_L[name][None], COST)
-    read = ratios(families["longhorn"], families["llama"], log_L["longhorn"], log_L["llama"], BUDGETS[2:])
+        log_L = np.log(law(N[:, None], D, *fitted[:7]))
+        families[name] = Family(LABELS, N, FLOPS, D, log_L[None], COST)
+    read = ratios(families["longhorn"], families["llama"], BUDGETS[2:])
     parts = {name: family._replace(D=BUDGETS[2:]) for name, family in families.items()}
     read |= compute_ratio(parts["longhorn"], parts["llama"], fits["longhorn"], fits["llama"])
     found = {f"llama {key}": value for key, value in read.items()}
@@ -87,7 +88,7 @@ def simulate(counts, i, draws):
         true |= {f"{name} {size:.0f} {D:.0f}": value for (size, D), value in later.items()}
     for key, (low, _, high) in analyse(families, targets, draws=draws, seed=i).items():
         if key in true:
-            count = counts.setdefault(form, {}).setdefault(key, [0, 0, 0.0])
+            count = counts.setdefault(form, {}).setdefault(re.sub(" tokens .*", " tokens", key), [0, 0, 0.0])
             count[0] += bool(low <= true[key] <= high)
             count[1] += 1
             count[2] += high - low
@@ -98,7 +99,7 @@ def save(counts, args):
     for form, quantities in counts.items():
         forms[form] = {}
         for key, (held, sweeps, widths) in quantities.items():
-            forms[form][key] = {"held": held, "sweeps": sweeps, "width": round(widths / sweeps, 5)}
+            forms[form][key] = {"held": held, "of": sweeps, "width": round(widths / sweeps, 5)}
     command = f"python experiments/law_simulation.py {args.record} --sweeps={args.sweeps} --draws={args.draws}"
     write_json(args.record, {"command": command, "forms": forms})
 

@@ -34,7 +34,7 @@ th:first-child, td:first-child {{ text-align: left }} img {{ max-width: 100% }}
 @dataclass
 class Page:
     """What a report says: its sentences, blocks of Markdown above and below the figure, the figures.Panels of that;
-    csv: {name: DataFrame} of files beside the page."""
+    csv: {name: DataFrame} of files beside the page, which begin with attrs["head"] if there is one."""
 
     sentences: list
     above: list
@@ -191,7 +191,7 @@ def report(kind, title, page_of, source, out=None, accept_code=(), style=None):
     for name, rows in page.csv.items():
         paths[name] = out.with_name(f"{name}.csv")
         with replacing(paths[name]) as tmp:
-            rows.to_csv(tmp, index=False)
+            Path(tmp).write_text(rows.attrs.get("head", "") + rows.to_csv(index=False))
     page.above = [escaped(origin(runs)), *page.above]
     page.below = [*page.below, *code(runs), left_out(runs)]
     for sentence in page.sentences:

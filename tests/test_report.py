@@ -22,6 +22,7 @@ from scipy import stats
 
 from common.errors import ConfigError
 from experiments import figures, pages, records, report, sweep
+from experiments import law as law_program
 from experiments.recall import report as recall_report
 
 RESULTS = Path(report.__file__).resolve().parents[1] / "results"
@@ -72,7 +73,7 @@ def make_run(folder, at, n, loss, gpu):
     config = {"model": model, "block_size": 256, "vocab_size": 256, "seed": seed, "batch_tokens": BATCH,
               "out_dir": f"out/scaling_laptop/{folder.name}", "max_iters": steps, "learning_rate": at["learning_rate"],
               "schedule": "cosine" if at["stage"] == "cosine" else "wsd", "optimizer": "adamw", "max_bad_steps": 10,
-              "n_layer": 2}
+              "n_layer": 2, "n_embd": round(n**0.5 / 6)}
     record = {"config": config, "environment": {"code": CODE, "code_files": FILES, "commit": "f" * 40, "torch": "2.13",
                                                 "cpu": "AMD EPYC", "command": "python train.py"},
               "derived": {"parameters": {"embedding": 256 * 64}, "decayed": ["a"]},
@@ -693,3 +694,84 @@ def test_figures_take_a_style_of_ones_own(tmp_path):
     assert styled["png"].read_bytes() != plain
     with pytest.raises(ConfigError, match="there is no such file"):
         report.write(tmp_path, style=tmp_path / "no.mplstyle")
+
+
+# -------------------------------------------------------------------------------------------------------------- the law
+
+LARGER = 3_500_000
+
+
+@pytest.fixture(scope="module")
+def law_page(tmp_path_factory):
+    """The folder of a law's page, of two families; of GLA a size is not complete. Four losses were predicted: one is
+    measured inside its interval, one outside, one began before, one has not begun."""
+    folder = tmp_path_factory.mktemp("law")
+    make_sweep(folder / "runs", ["longhorn", "llama", "gla"], seeds=(1001, 1002), others=(64, 128, 256, 512))
+    (folder / "runs/gla_460K_256steps_lr0.004_seed1002/result.json").unlink()
+    plan = json.loads((folder / "runs/plan.json").read_text()) | {"sizes": dict.fromkeys([*SIZES, "3.5M"])}
+    predictions = []
+    wanted = [("longhorn", "3.5M", 1.01), ("llama", "3.5M", 1.1), ("gla", "3.5M", 1), ("llama", "130K", 1)]
+    for model, size, off in wanted:
+        at = {"stage": "seed", "model": model, "size": size, "steps": 2048, "learning_rate": BEST, "seed": 1001}
+        n = SIZES.get(size, LARGER)
+        loss = law(model, n, 2048 * BATCH)
+        if model != "gla":
+            plan["cells"][f"{model}_{size}_more"] = at
+            make_run(folder / f"runs/{model}_{size}_more", at, n, off * loss, None)
+            time = f"2026-11-2{'2' if size == '3.5M' else '0'}T00:00:00+00:00"
+            change(folder / f"runs/{model}_{size}_more/config.json", time=time)
+        predictions.append({"model": model, "size": size, "tokens": 2048 * BATCH, "low": 0.98 * loss, "loss": loss,
+                            "high": 1.02 * loss, "power": 0.95 * loss, "is_larger": size == "3.5M"})
+    (folder / "runs/plan.json").write_text(json.dumps(plan))
+    (folder / "predictions.json").write_text(json.dumps({"time": "2026-11-21T00:00:00+00:00",
+                                                         "predictions": predictions}))
+    law_program.main([str(folder / "runs"), "--least=0.25", "--draws=4", f"--out={folder / 'report'}"])
+    return folder
+
+
+def test_the_page_of_a_law(law_page):
+    """In its order; the ratio is that of LAWS at equal size, what became of the predictions by hand."""
+    text = (law_page / "report.md").read_text()
+    sentences = re.findall(r"^\*\*(.*)\*\*$", text, re.MULTILINE)
+    assert [re.sub(r"[-+\d].*", "", said) for said in sentences] == [
+        "Longhorn needs ", "On the frontier Longhorn needs ", "Of ", "Of ", "Longhorn: alpha ", "LLaMA: alpha "]
+    said = re.match(r"\D+(\S+) \((\S+) \.\. (\S+)\) times LLaMA's tokens at 460K and 524K tokens", sentences[0])
+    low, ratio, high = sorted(map(float, said.groups()))
+    E, A, alpha, B, beta = LAWS["longhorn"]
+    left = law("llama", 460_000, 2**19) - E - A / 460_000**alpha
+    assert ratio == pytest.approx((B / left) ** (1 / beta) / 2**19, rel=0.04) and low < ratio < high < 1
+    assert "Of 3 predicted losses of larger sizes 2 were measured, and 1 lie in" in sentences[2]
+    assert "2 are needed: not decided yet" in sentences[2] and "1 predicted losses of runs continued" in sentences[3]
+    assert "its run began before" in text and "GLA: 460K not complete" in text and "3.5M not" not in text
+    lines = (law_page / "points.csv").read_text().splitlines()
+    assert lines[0].startswith("# schema 1, a line per run, by commit ") and "nats per token" in lines[0]
+    assert len(lines) == 2 + 3 * 3 * (3 + 10) + 3 + 3  # three cosines, three that were predicted
+
+
+@pytest.mark.parametrize("model, told", [("longhorn", "1 can be"), ("gla", "0 can be")])
+def test_the_page_of_a_law_of_one_family_or_none(law_page, tmp_path, monkeypatch, model, told):
+    monkeypatch.setattr(law_program, "by_other_choices", lambda *_: {})
+    options = ["--least=0.25", "--draws=1", f"--out={tmp_path / 'report'}"]
+    law_program.main([str(law_page / "report.json"), model, *options])
+    text = (tmp_path / "report.md").read_text()
+    assert f"cannot be told: {told} fitted" in text and "no predictions" in text
+    assert ("E " in text) == ("report.png" in text) == (model == "longhorn")
+
+
+def test_the_notebook_draws_the_points_of_a_law(law_page):
+    """The first family's points are its means over seeds; a line per prediction."""
+    cells = json.loads((RESULTS.parent / "docs/law.ipynb").read_text())["cells"]
+    assert not any(cell.get("outputs") for cell in cells)
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    for at, put in (("../results/law", str(law_page)), ("LEAST = fit.MB", "LEAST = 2**18"), ("draws=20", "draws=1")):
+        assert at in code
+        code = code.replace(at, put)
+    names = {}
+    exec(code, names)
+    points = pandas.read_csv(law_page / "points.csv", comment="#")
+    points = points[(points.model == "longhorn") & (points.stage == "seed") & (points["size"] != "3.5M")]
+    means = points.groupby(["parameters", "tokens"]).val_loss.mean()
+    left, right = names["left"], names["right"]
+    assert left.lines[0].get_ydata() == pytest.approx(means.to_numpy(), rel=1e-5)
+    assert len(left.lines) == 4 and len(right.get_yticks()) == 4 and len(right.lines) == 4 + 2
+    pyplot.close()
