@@ -739,7 +739,7 @@ def test_a_folder_is_read_through(tmp_path, capsys):
     tokens = prepare(tmp_path / "out")
     assert b"".join(prepared_text(tokens)) == b"A\0d\0" + b"e" * 20 + b"\0twice\0twice\0z\0"
     assert tokens.meta["recipe"]["left_out"] == {
-        "ending in .md": 1, "ending in .py": 1, "ending in LICENSE": 1, "empty": 2, "hidden": 2, "met twice": 3,
+        "ending in .md": 1, "ending in .py": 1, "without an ending": 1, "empty": 2, "hidden": 2, "met twice": 3,
         "links to nothing, or no files": 1}
     said = capsys.readouterr().err
     assert f"1 ending in .md ({corpus}/b.md)" in said and f"{corpus}/same2.txt that of {corpus}/same.txt" in said

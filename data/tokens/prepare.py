@@ -72,7 +72,7 @@ SHARD_TOKENS = 100_000_000
 BATCH_CHARS = 1 << 20  # encoded at a time by a worker
 SAMPLE_CHARS = 4096  # of each batch, decoded to see whether tokens give the text back
 VAL_FRACTION, MOST_HELD_OUT = 0.0005, 1 << 20  # of documents; characters of few documents
-FEW = 8  # documents
+FEW = 8  # documents of a split; of fewer there is no interval for a loss either (data/loader.py)
 USUAL_MARK = "<|endoftext|>"
 
 
@@ -85,19 +85,18 @@ def split_of(official, place, fraction):
 
 
 def few_documents(units, reading, fraction):
-    """The characters of all documents, where there are fewer than FEW or `split_of` would leave a split without any;
-    else None, which is known before much is read."""
-    splits, n_documents, chars, marks = set(), 0, 0, 0
+    """The characters of all documents, where `split_of` would give a split fewer than FEW of them; else None, which is
+    known before much is read."""
+    counts, chars, marks = dict.fromkeys(SPLITS, 0), 0, 0
     for unit, source in enumerate(units):
         number = 0
         unmarked = isinstance(source, list) and reading.kind(source[0]) == "text" and not reading.separator
         for official, text, end in documents(source, reading):
-            splits.add(split_of(official, f"{unit}/{number}", fraction))
+            counts[split_of(official, f"{unit}/{number}", fraction)] += end
             chars += len(text)
             marks += unmarked and text.count(USUAL_MARK)
             number += end
-            n_documents += end
-            if official or len(splits) == len(SPLITS) and n_documents >= FEW:
+            if official or min(counts.values()) >= FEW:
                 return None
     if marks:
         print(f"{USUAL_MARK} stands in the text {marks:,} times and is read as text: --separator='{USUAL_MARK}' lets "

@@ -29,6 +29,7 @@ BOMS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32-le", codecs.BOM_U
         codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}  # UTF-32's begins with UTF-16's
 UNIT_BYTES, UNIT_DOCUMENTS = 1 << 28, 200_000  # small files are joined up to this; of shuffled documents
 PIECE_CHARS = 1 << 20  # of a text, at most
+MOST_SAID = 8  # reasons to leave something out
 SMALL = 100  # bytes; a smaller file may hold nothing but a byte order mark, or an empty packed file
 MOST_OF_A_LINE = 1 << 28  # characters of a line in a jsonl file, which is read whole
 OFFICIAL = ("validation", "val", "valid", "test")  # names of a split that holds documents out
@@ -84,7 +85,8 @@ def local_units(paths, reading):
         found = False
         for file in walk(path, reading, seen):
             if reading.kind(file) is None:
-                reading.leave_out(f"ending in {os.path.splitext(unpacked(file.name))[1] or file.name}", file)
+                ending = os.path.splitext(unpacked(file.name))[1]
+                reading.leave_out(f"ending in {ending}" if ending else "without an ending", file)
                 continue
             found = True
             status = file.stat()
@@ -141,8 +143,11 @@ def is_empty(path, size, reading):
 
 
 def about(left_out):
-    """What is left out, in words."""
-    parts = [f"{n:,} {why} ({path})" for why, (n, path) in sorted(left_out.items())]
+    """What is left out, in words: the most frequent reasons."""
+    reasons = sorted(left_out.items(), key=lambda item: -item[1][0])
+    parts = [f"{n:,} {why} ({path})" for why, (n, path) in reasons[:MOST_SAID]]
+    if rest := sum(n for _, (n, _) in reasons[MOST_SAID:]):
+        parts.append(f"{rest:,} others")
     return f"; left out: {', '.join(parts)}" if parts else ""
 
 
