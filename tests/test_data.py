@@ -12,6 +12,7 @@ import pickle
 import re
 import runpy
 import signal
+import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -1039,3 +1040,30 @@ def test_a_mixture_is_known_by_its_parts(parts, tmp_path):
 def test_shares_that_do_not_add_up_are_refused(text):
     rejected(lambda: mixture.parse_mixture(text), f"dataset={text}: ")
     assert mixture.parse_mixture("a:0.8, b:1/5") == [("a", Fraction(4, 5)), ("b", Fraction(1, 5))]
+
+
+# ---- docs/your-data.md
+
+def test_the_page_about_your_data(tmp_path):
+    """Its commands run as printed, in a copy of the tree, and say what the page says; those of the hub are left out."""
+    page = (ROOT / "docs/your-data.md").read_text()
+    (tmp_path / "data").mkdir()
+    for path in [*ROOT.iterdir(), *(ROOT / "data").iterdir()]:
+        if path.name not in ("data", "out", ".git"):
+            (tmp_path / path.relative_to(ROOT)).symlink_to(path)
+    script = re.search(r'```python\n("""(\S+): .*?)```', page, re.DOTALL)
+    write_files(tmp_path, {script[2]: script[1]})
+    commands = []  # (lines of a command, lines that it prints)
+    for block in re.findall(r"(?m)^    \$ .*\n(?:    .*\n)*", page):
+        for line in block.splitlines():
+            if line.startswith("    $ "):
+                commands.append(([line[6:]], []))
+            else:
+                commands[-1][not line.startswith(" " * 10)].append(line[4:])
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    for command, lines in commands:
+        done = subprocess.run(["bash", "-c", "\n".join(command)], cwd=tmp_path, env=environment, capture_output=True,
+                              text=True)
+        said = (done.stdout + done.stderr).replace("\r", "\n").split("\n")
+        assert done.returncode == 0 and {*lines} <= {"...", *said}, (command, said)
+    assert len(commands) > 10
