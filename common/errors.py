@@ -35,6 +35,8 @@ def main_error(prog, *errors):
     system refuses, running out of memory, and `errors`. Any other error keeps its traceback. If the reader of our
     output has gone (`| head`), the program ends silently with exit code 130.
     """
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # it was closed before the start
+    sys.stderr = sys.stderr or open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # print the code of a character that the locale lacks
             stream.reconfigure(errors="backslashreplace")

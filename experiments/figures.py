@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from common.errors import printable
 from runtime.loss_curve import save_figure
 
 STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
@@ -36,6 +37,9 @@ class Curve:
     high: list = ()
     line: str = "o-"
 
+    def __post_init__(self):
+        self.label = printable(self.label)
+
 
 @dataclass
 class Panel:
@@ -50,6 +54,9 @@ class Panel:
     curves: list
     log: str = ""
     marks: tuple = ()
+
+    def __post_init__(self):
+        self.title, self.x, self.y = map(printable, (self.title, self.x, self.y))
 
 
 def name_of(model):

@@ -6,12 +6,13 @@
 
 import base64
 import re
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
 from common.errors import ConfigError, printable
-from common.files import replacing, write_text
+from common.files import write_text
 from experiments import figures, records
 from runtime.records import fields
 
@@ -98,13 +99,24 @@ def origin(runs):
     used = runs[runs.left_out == ""]
 
     def all_of(key):
-        return ", ".join(dict.fromkeys(str(value) for value in used[key].dropna() if value)) or "unknown"
+        values = used[key].dropna() if key in used else []
+        return ", ".join(dict.fromkeys(str(value) for value in values if value)) or "unknown"
 
     days = sorted(str(time)[:10] for time in used.time if time)
     began = " to ".join(dict.fromkeys([*days[:1], *days[-1:]]))
-    commits = ", ".join(dict.fromkeys(commit[:12] for commit in used.commit if commit))
+    commits = {}
+    for commit, changed in zip(used.commit, used.uncommitted_changes, strict=True):
+        if commit:
+            commits[commit[:12] + " with uncommitted changes" * (changed is True)] = None
     return (f"{len(used)} of {len(runs)} runs are used. {all_of('device')}; begun {began or 'unknown'}; torch "
-            f"{all_of('torch')}, Python {all_of('python')}; commit {commits or 'unknown'}, code {all_of('code')}.")
+            f"{all_of('torch')}, Python {all_of('python')}, products in {all_of('dtype')}; commit "
+            f"{', '.join(commits) or 'unknown'}, code {all_of('code')}.")
+
+
+def uncommitted(runs):
+    """Blocks: how the code of runs with uncommitted changes differed from its commit."""
+    diffs = runs.attrs.get("uncommitted", [])
+    return ["## Uncommitted changes", *(textwrap.indent(diff, "    ") for diff in diffs)] if diffs else []
 
 
 def code(runs):
@@ -151,7 +163,7 @@ def write(title, page, out, style=None):
         alt = escaped("; ".join(map(figures.in_words, page.panels)))
         picture = f"![{alt}]({quote(paths['png'].name)})"
     blocks = [f"# {title}", *map(bold, page.sentences), *page.above, picture, *page.below]
-    text = "\n\n".join(filter(None, blocks)) + "\n"
+    text = printable("\n\n".join(filter(None, blocks)) + "\n")
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)  # tags in records stay text
     if picture:
         inline = base64.b64encode(paths["png"].read_bytes()).decode()
@@ -183,6 +195,8 @@ def report(kind, title, page_of, source, out=None, accept_code=(), style=None):
     with fields(f"{source}: its records"):
         if (runs.left_out == "").any():
             page = page_of(runs)
+        page.above = [escaped(origin(runs)), *page.above]
+        page.below = [*page.below, *code(runs), *uncommitted(runs), left_out(runs)]
     out.parent.mkdir(parents=True, exist_ok=True)
     paths = {}
     if not source.is_file():
@@ -190,10 +204,7 @@ def report(kind, title, page_of, source, out=None, accept_code=(), style=None):
         records.save(source, paths["json"])
     for name, rows in page.csv.items():
         paths[name] = out.with_name(f"{name}.csv")
-        with replacing(paths[name]) as tmp:
-            Path(tmp).write_text(rows.attrs.get("head", "") + rows.to_csv(index=False))
-    page.above = [escaped(origin(runs)), *page.above]
-    page.below = [*page.below, *code(runs), left_out(runs)]
+        write_text(paths[name], rows.attrs.get("head", "") + rows.to_csv(index=False))
     for sentence in page.sentences:
         print(printable(sentence))
     return paths | write(title, page, out, style)

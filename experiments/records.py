@@ -27,8 +27,7 @@ from experiments.sweeps import runner
 from runtime.records import BadRecord, fields, read_json, read_log
 
 SETTING = {"mixer": "model", "T": "block_size", "context": "block_size", "steps": "max_iters"}  # of a place in the plan
-ENVIRONMENT = ("commit", "cpu", "torch", "python")
-
+ENVIRONMENT = ("commit", "uncommitted_changes", "cpu", "torch", "python")
 
 
 @dataclass
@@ -282,6 +281,7 @@ def check_place(kind, name, at, result, record):
             ran[key] = config[setting]
     ran |= {"model": config.get("pattern") or config["model"], "code": record["environment"]["code"],
             "seed": config["seed"], "folder": Path(config["out_dir"]).name}
+    ran |= {"dtype": config["dtype"]} if "dtype" in config else {}
     if kind.measure == "val_loss":  # the others may stop early
         ran["tokens"] = config["max_iters"] * config["batch_tokens"]
     planned = at | {"folder": Path(name).name, "model": stem(at.get("model", ran["model"]))}
@@ -366,7 +366,7 @@ def of_extrapolation(saved):
         environment = record["environment"]
         row = {**record["checkpoint"], **record, "time": record["date"], "left_out": ""}
         for key in ENVIRONMENT:
-            row[key] = environment[key] or ""
+            row[key] = environment.get(key) or ""
         for measured in record["lengths"]:
             row[f"loss_{measured['length']}"] = measured.get("loss")
         rows.append(row)

@@ -66,7 +66,7 @@ def build(sources=(SCAN, CONV), folder=None):
     If several processes call it at the same time, one builds and the others wait for a file lock. The folder is
     `folder`, $LONGHORN_BUILD_DIR or build/ of this repository. Raises OSError with the compiler's message.
     """
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    compiler = os.environ.get("CXX", "").strip() or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if compiler is None:
         raise OSError("no C++ compiler found (install g++ or clang++, or set CXX)")
     if sys.platform != "darwin":  # Apple's clang has no OpenMP

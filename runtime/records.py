@@ -62,7 +62,10 @@ def read_json(path):
     """The dict in a JSON file. Raises BadRecord. Every record is read by this function, and used inside `fields`."""
     name = os.path.basename(path)
     try:
-        return {**json.loads(regular(path).read_bytes())}
+        text = regular(path).read_bytes()
+        if b"\\ud" in text.lower():  # halves of characters, as of a file's name that is not UTF-8, become ?
+            text = json.dumps(json.loads(text), ensure_ascii=False).encode(errors="replace")
+        return {**json.loads(text)}
     except FileNotFoundError:
         raise BadRecord(f"no {name}") from None
     except (OSError, ValueError, TypeError, RecursionError) as error:

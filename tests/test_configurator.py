@@ -307,6 +307,8 @@ def test_main_error_ends_with_exit_code_2_even_where_nothing_can_be_said(unbuffe
     with open("/dev/full", "w") as full:
         env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
         assert python("raise errors.ConfigError('no')", stderr=full, env=env)[0] == 2
+    bar = "__import__('tqdm').tqdm(total=1, disable=None).close(); raise errors.ConfigError('no')"
+    assert python(bar, stderr=None, preexec_fn=lambda: os.close(2))[0] == 2  # closed
 
 
 @pytest.mark.parametrize("error, words", [

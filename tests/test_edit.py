@@ -20,6 +20,7 @@ from scipy import stats
 
 from experiments import compare, edit, edit_simulation
 from experiments.sweeps import engines
+from runtime import records as runtime_records
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -415,6 +416,18 @@ def test_a_size_of_ones_own_and_what_a_link_would_write_elsewhere(repo, run, tmp
     change(repo, SHIFT=0.6, SEED="b")
     code, said, _ = run()
     assert code == 2 and "Too many levels of symbolic links" in said and precious.read_text() == "kept"
+
+
+def test_a_sweep_keeps_how_its_code_differs_from_the_commit(repo, monkeypatch):
+    monkeypatch.setattr(edit.runner, "REPO", repo)
+    monkeypatch.setattr(runtime_records, "code_identity", lambda: {"code_files": ["model.py", "families/mine.py"]})
+    assert edit.runner.uncommitted() == ""
+    change(repo, SHIFT=1.0)
+    (repo / "families").mkdir()
+    for name in ("mine.py", "notes.py"):
+        (repo / "families" / name).write_text(f"class {name[:4].title()}: pass")
+    diff = edit.runner.uncommitted()
+    assert "+SHIFT = 1.0" in diff and "+class Mine: pass" in diff and "Note" not in diff
 
 
 def runs_of(folder):

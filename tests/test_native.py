@@ -162,6 +162,7 @@ def test_another_source_flags_cpu_or_compiler_are_another_file(change, source, t
 def test_a_source_that_does_not_compile_stops_a_run_and_a_machine_that_cannot_does_not(source, tmp_path, monkeypatch):
     """Plain PyTorch would train without the edit."""
     source.write_text("int x = edited;")
+    monkeypatch.setenv("CXX", " ")  # as if it were not set
     with pytest.raises(build.Broken, match="could not build a.cu: .*edited"):
         build.build([source], tmp_path)
     for compiler in "no such compiler", fake_compiler(tmp_path, "echo no licence >&2; exit 1"):

@@ -107,6 +107,18 @@ def test_a_line_that_the_disk_cuts_is_written_again(tmp_path):
     assert "is not the log of this checkpoint" in Log(tmp_path, 3, log.crc32).damage
 
 
+def test_a_link_in_a_strangers_folder_is_not_written_through(tmp_path):
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    outside.mkdir()
+    (run / "log-damaged-1.jsonl").symlink_to(outside / "new")
+    (run / "earlier-being-moved").symlink_to(outside)
+    write_log(run, train_event(1, 3.0), tail="torn\n")
+    assert Log(run, step=1).damage.endswith("log-damaged-2.jsonl")
+    assert records.finish_moving(run) is None and records.move_aside(run) == run / "earlier-1"
+    assert not any(outside.iterdir()) and (run / "earlier-1" / "log-damaged-2.jsonl").exists()
+
+
 @pytest.mark.parametrize("content", [b"", b"\0" * 99, b"[1]", b"null", b'{"steps": 1', b"[" * 99999, b"\xff{}", None])
 def test_a_damaged_record_is_none(tmp_path, content):
     path = tmp_path / "result.json"
@@ -114,6 +126,9 @@ def test_a_damaged_record_is_none(tmp_path, content):
     with pytest.raises(BadRecord, match="result.json is damaged"):
         read_json(path)
     assert not records.is_finished(tmp_path)
+    path.unlink()
+    path.write_text(json.dumps({"a": "\udcff\N{GRINNING FACE}"}))  # of a file's name that is not UTF-8
+    assert read_json(path) == {"a": "?\N{GRINNING FACE}"}
     for damage in (lambda r: r["b"], lambda r: r["a"]["b"], lambda r: r["a"] + "x", lambda r: r.a, lambda r: [][0]):
         with pytest.raises(BadRecord, match="its records"), records.fields():
             damage({"a": 1})

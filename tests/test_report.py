@@ -1,9 +1,11 @@
 """Records read into tables, and their reports: of sweeps that are made up from known laws, and of those in results/."""
 
 import base64
+import contextlib
 import csv
 import functools
 import html
+import io
 import itertools
 import json
 import math
@@ -20,7 +22,7 @@ import pytest
 from matplotlib import pyplot
 from scipy import stats
 
-from common.errors import ConfigError
+from common.errors import ConfigError, printable
 from experiments import figures, pages, records, report, sweep
 from experiments import law as law_program
 from experiments.recall import report as recall_report
@@ -72,6 +74,7 @@ def make_run(folder, at, n, loss, gpu):
     tokens = steps * BATCH
     config = {"model": model, "block_size": 256, "vocab_size": 256, "seed": seed, "batch_tokens": BATCH,
               "out_dir": f"out/scaling_laptop/{folder.name}", "max_iters": steps, "learning_rate": at["learning_rate"],
+              "dtype": "float32",
               "schedule": "cosine" if at["stage"] == "cosine" else "wsd", "optimizer": "adamw", "max_bad_steps": 10,
               "n_layer": 2, "n_embd": round(n**0.5 / 6)}
     record = {"config": config, "environment": {"code": CODE, "code_files": FILES, "commit": "f" * 40, "torch": "2.13",
@@ -88,7 +91,7 @@ def make_run(folder, at, n, loss, gpu):
     result = {"model": model, "val_loss": loss, "val_tokens": sum(WEIGHTS), "val_document_tokens": WEIGHTS,
               "val_document_losses": documents, "steps": steps, "tokens": tokens, "seed": seed,
               "seconds": seconds, "parameters": n, "flops": 6 * n * tokens, "processes": 1, "code": CODE,
-              "device_name": gpu or "cpu", "val_bits_per_byte": loss / math.log(2)}
+              "device_name": gpu or "cpu", "dtype": "float32", "val_bits_per_byte": loss / math.log(2)}
     (folder / "result.json").write_text(json.dumps(result))
 
 
@@ -114,7 +117,7 @@ def other_code(folder, code="beef", files=None):
     change(folder / "result.json", code=code)
 
 
-EVIL = "<script>alert('x')</script>|$x_"  # a tag in HTML, a column in Markdown, a formula in a figure
+EVIL = "<script>alert('x')</script>|$x_\x1b[31m"  # a tag in HTML, a column in Markdown, a formula, red on a terminal
 
 
 def read_report(paths):
@@ -133,7 +136,9 @@ def whole(tmp_path_factory):
     folder.mkdir()
     make_sweep(folder, models=["longhorn", *(m for m in LAWS if m != "longhorn"), EVIL])
     (folder / "gla_460K_1024steps_lr0.004_seed1003/result.json").write_text('{"model": "gl')
-    paths = report.write(folder)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        paths = report.write(folder)
+    assert "\x1b" not in said.getvalue() + paths["md"].read_text()
     return folder, paths, read_report(paths)[0], paths["html"].read_text()
 
 
@@ -189,6 +194,7 @@ DAMAGE = [  # file; what is set in it, or its new text, or None: it is removed; 
     ("result.json", {"parameters": 460_001}, "comparable: parameters 460001 where most have 460000"),
     ("result.json", {"val_document_losses": [math.nan] * 8}, "do not make up its loss"),
     ("config.json", {"config__learning_rate": 1.0}, "another run's records: learning"),
+    ("config.json", {"config__dtype": "bfloat16"}, "another run's records: dtype is bfloat16"),
     ("result.json", {"parameters": 0}, "parameters is 0: not a number above 0"),
     ("result.json", {"seconds": None}, "seconds"),
 ]
@@ -256,7 +262,8 @@ def test_a_run_of_other_code_or_other_windows_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("text", [
-    "{", "[]", '{"cells": []}', '{"cells": {"a": 1}}', '{"cells": {"../a": {}}}', '{"cells": {"a": {"argv": []}}}'])
+    "{", "[]", '{"cells": []}', '{"cells": {}, "models": 5}',
+    '{"cells": {"a": 1}}', '{"cells": {"../a": {}}}', '{"cells": {"a": {"argv": []}}}'])
 def test_a_damaged_plan_or_saved_sweep_is_one_sentence(tmp_path, text):
     with pytest.raises(ConfigError, match="holds no sweep"):
         report.write(tmp_path)
@@ -275,6 +282,8 @@ def test_versions_of_the_code_stand_side_by_side_and_are_joined_on_request(told,
         for seed in (1001, 1002):
             other_code(folder / VICTIM.replace("1003", str(seed)), "cafe", FILES | {"train.py": "8" * 12})
         change(folder / VICTIM.replace("460K", "130K") / "config.json", code_versions=[CODE, "beef"])
+        change(folder / names[0] / "config.json", environment__uncommitted_changes=True)
+        change(folder / "plan.json", uncommitted=["+class Mine:"])
     n = 2 * 3 * 10 + 3
     for accepted, counts, left, how in (
             ((), ((n - 4, n - 4), (2, 0), (1, 0)), 4, "Only runs of the first version are compared"),
@@ -284,6 +293,8 @@ def test_versions_of_the_code_stand_side_by_side_and_are_joined_on_request(told,
         for code, (runs, used), changed in versions:
             assert f"| {code} | ffffffffffff | {runs} | {used} | {changed} |" in text
         assert "The runs have 3 versions of the code" in text and how in text
+        assert "products in float32; commit ffffffffffff with uncommitted changes, ffffffffffff, code" in text
+        assert "## Uncommitted changes\n\n +class Mine:\n" in text
         assert f"Left out, {left} of {n} planned runs" in text
     assert records.read(tmp_path, (CODE,)).attrs["code"][0]["code"] != CODE  # what is joined decides nothing
     with pytest.raises(ConfigError, match="--accept_code=f00d: the runs of .* have ab0d75f4c450, beef, cafe"):
@@ -674,7 +685,7 @@ def test_the_page_is_whole_asks_for_nothing_and_escapes_names(whole):
     (image,) = re.findall(r'(?:src|href)="(?!data:,")([^"]*)"', text)
     assert base64.b64decode(image.removeprefix("data:image/png;base64,")) == paths["png"].read_bytes()
     (alt,) = re.findall(r'alt="([^"]*)"', text)
-    assert EVIL in html.unescape(alt) and alt.count("Loss after ") == 3
+    assert printable(EVIL) in html.unescape(alt) and alt.count("Loss after ") == 3
 
 
 def test_markdown_tables_are_whole(whole):
@@ -690,7 +701,12 @@ def test_figures_take_a_style_of_ones_own(tmp_path):
     make_sweep(tmp_path, **SMALL)
     plain = report.write(tmp_path)["png"].read_bytes()
     (tmp_path / "mine.mplstyle").write_text("axes.facecolor: yellow\n")
+    (tmp_path / "styled").mkdir()
+    (precious := tmp_path / "precious").write_text("kept")
+    for name in ("report.md", "report.html", "report.png", "report.json", "points.csv", "pairs.csv"):
+        (tmp_path / "styled" / name).symlink_to(precious)
     styled = report.write(tmp_path, tmp_path / "styled", style=tmp_path / "mine.mplstyle")
+    assert precious.read_text() == "kept" and (tmp_path / "styled" / "report.md").read_text().startswith("# Scaling")
     assert styled["png"].read_bytes() != plain
     with pytest.raises(ConfigError, match="there is no such file"):
         report.write(tmp_path, style=tmp_path / "no.mplstyle")

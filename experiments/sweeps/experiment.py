@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import configurator
-from common.errors import ConfigError, main_error
+from common.errors import ConfigError, main_error, printable
 from configurator import Whole
 from evaluation.tasks import table
 from experiments.pages import human
@@ -116,6 +116,7 @@ class Experiment:
         jobs, gpus, where = runner.placement(args, self.nproc, self.per_gpu)
         planned = self.plan()
         runner.say_changed_code(self.folder, args.accept_code)
+        self.uncommitted = runner.uncommitted()  # before anything runs
         self.say_plan(planned, jobs, where)
         if args.dry_run:
             self.say_commands([c for c in planned if not is_finished(self.folder / c.name)])
@@ -131,7 +132,9 @@ class Experiment:
 
     def go(self, cells):
         """Add cells to the plan, and run what has no final record yet."""
-        runner.write_plan(self.folder, cells, **self.about())
+        before = runner.read_plan(self.folder, new=True).get("uncommitted", [])
+        diffs = [diff for diff in dict.fromkeys([*before, self.uncommitted]) if diff]
+        runner.write_plan(self.folder, cells, **self.about(), uncommitted=diffs)
         self.cells += cells
         self.failed |= runner.run_cells(cells, self.folder, self.engine, self.program)
 
@@ -178,7 +181,7 @@ def say_written(paths):
 def say_failed(failed, cells):
     """Print the failures, last of all that a sweep prints; return its exit code."""
     for name, why in failed.items():
-        print(f"FAILED {name}: {why}")
+        print(printable(f"FAILED {name}: {why}"))
     if failed:
         print(f"{len(failed)} of {len(cells)} runs failed: holes in the report; the same command tries them again")
     return 1 if failed else 0

@@ -18,6 +18,7 @@ import math
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -38,6 +39,7 @@ from runtime.records import BadRecord, changed_files, fields, is_finished, read_
 # Settings that may differ between two runs of one cell without changing its result; some exist in older records only.
 WITHOUT_EFFECT = {"micro_batch_size", "batch_size", "eval_batch_size", "eval_interval", "log_interval",
                   "checkpoint_interval", "keep_steps", "branch", "wandb", "wandb_project", "wandb_group"}
+OF_THE_SWEEP = {"models": list, "commands": list, "uncommitted": list, "sizes": dict, "slopes": dict}  # in plan.json
 
 
 @dataclass
@@ -108,6 +110,9 @@ def read_plan(folder, new=False):
     try:
         with fields("it"):
             plan = read_json(path)
+            for key, kind in OF_THE_SWEEP.items():
+                if not isinstance(plan.get(key, kind()), kind):
+                    raise BadRecord(f"its {key} are {str(plan[key])[:40]}")
             for name, at in plan["cells"].items():
                 if not isinstance(at, dict) or ".." in Path(name).parts or Path(name).is_absolute():
                     raise BadRecord(f"{name} is no cell of a sweep")
@@ -115,6 +120,23 @@ def read_plan(folder, new=False):
     except BadRecord as error:
         raise ConfigError(f"{path} cannot be read ({error}): delete it and run the same command, finished cells "
                           "stay") from None
+
+
+def uncommitted():
+    """A diff of the files that this checkout's runs import from its commit; "" if there is none, or git fails."""
+    import train  # noqa: F401  # so that what it imports is known
+    from runtime.records import code_identity
+
+    def git(*args):
+        with contextlib.suppress(OSError):
+            return subprocess.run(["git", "-C", REPO, *args], capture_output=True, text=True, errors="replace").stdout
+        return ""
+
+    files = code_identity()["code_files"]
+    diff = git("diff", "HEAD", "--", *files)
+    for name in git("ls-files", "-oz", "--", *files).split("\0")[:-1]:
+        diff += git("diff", "--no-index", "/dev/null", name)
+    return diff
 
 
 def say_changed_code(folder, accepted=()):
@@ -134,8 +156,8 @@ def say_changed_code(folder, accepted=()):
         raise ConfigError(f"--accept_code={unknown[0]}: the code is {', '.join(sorted(known))}")
     if changed and all(changed.values()):
         said = "; ".join(f"{code}: {paths}" for code, paths in changed.items())
-        print(f"the code has changed since the runs in {folder} ({said}); new runs have this code, and the report "
-              "compares them with the others only with --accept_code")
+        print(printable(f"the code has changed since the runs in {folder} ({said}); new runs have this code, and the "
+                        "report compares them with the others only with --accept_code"))
 
 
 # ------------------------------------------------------------------------------------------------------------------ run
