@@ -4,7 +4,8 @@
     python experiments/sweep.py duel longhorn longhorn,llama             a pattern of layers is a family too
     python experiments/sweep.py laptop                    the paper's six families, 1 to 2 hours on two cores
     python experiments/sweep.py night                     nine families, three sizes, three budgets: a night
-    python experiments/sweep.py law                       seven families, five sizes, six budgets: days on two cores
+    python experiments/sweep.py law                       seven families, five sizes, six budgets: days on two cores;
+                                                          on GPUs 8M to the paper's 120M (law_gpu)
     python experiments/sweep.py paper --dry-run           the paper's 24 cells, with their torchrun lines
     python experiments/sweep.py report out/duel_longhorn_mamba           from the records alone
 
@@ -103,6 +104,16 @@ LAW = {
     "250K": Size(("--n_layer=2", "--n_head=1", "--n_embd=96"), LAW_STEPS, LAW_OTHERS, seeds=2,
                  mlp={"llama": 304, "gla": 296, "rwkv": 352, "gated_deltanet": 300}),
 }
+LAW_FAMILIES = ("longhorn", "mamba", "llama", "gla", "rwkv", "retnet", "gated_deltanet")
+
+
+def rung(n_layer, width, millions, **search):
+    """A size of the law on GPUs, with 20 to 200 tokens per parameter; search: of its rate, at 20."""
+    argv = (f"--n_layer={n_layer}", f"--n_head={width // 64}", f"--n_embd={width}")
+    steps = [round(tokens * millions * 1e6 / 2**19) for tokens in (20, 43, 93, 200)]
+    return Size(argv, steps[-1], tuple(steps[:-1]), seeds=2, search_steps=steps[0], config="120m", **search)
+
+
 PRESETS = {
     "duel": Preset(warmup=26, args=(*LAPTOP, "--eval_tokens=262144", "--final_eval_tokens=262144"), sizes={
         "460K": Size(M, 1024, (256, 512), seeds=16, search=4),
@@ -113,10 +124,14 @@ PRESETS = {
         "130K": Size(S, 2048, (1024, 4096), seeds=4, search=2), "460K": Size(M, 2048, (1024, 4096), seeds=4, search=2),
         "3.5M": Size(XL, 2048, (1024, 4096), seeds=3)}),
     # Ratios need the best families' shorter budgets; those two differ more from seed to seed.
-    "law": Preset(models=("longhorn", "mamba", "llama", "gla", "rwkv", "retnet", "gated_deltanet"), warmup=51,
-                  args=LAW_ARGS, sizes=LAW, one_by_one=True, families={
-                      "longhorn": {"others": (256, *LAW_OTHERS)}, "mamba": {"others": (256, *LAW_OTHERS)},
-                      "gla": {"seeds": 4}, "retnet": {"seeds": 4}}),
+    "law": Preset(models=LAW_FAMILIES, warmup=51, args=LAW_ARGS, sizes=LAW, one_by_one=True, families={
+        "longhorn": {"others": (256, *LAW_OTHERS)}, "mamba": {"others": (256, *LAW_OTHERS)},
+        "gla": {"seeds": 4}, "retnet": {"seeds": 4}}),
+    # What `law` is where there are GPUs: up to the paper's 120M
+    "law_gpu": Preset(models=LAW_FAMILIES, warmup=30, rate_times_width=0.5, one_by_one=True, sizes={
+        "8M": rung(7, 128, 8.0, search=2), "15M": rung(10, 192, 14.6, search=2),
+        "30M": rung(10, 320, 29.4, search=1, rates=3), "60M": rung(10, 512, 59.3), "120M": rung(12, 768, 128.6)}, args=(
+            "--eval_interval=0", "--eval_tokens=0", "--log_interval=20", "--keep_checkpoints=1")),
     # To be run after its losses were predicted: the first seed's runs to 28 MB, and a larger size.
     "law_predicted": Preset(models=("longhorn", "mamba", "llama"), warmup=51, args=LAW_ARGS, one_by_one=True,
                             folder="scaling_law", sizes={
@@ -568,6 +583,8 @@ class Sweep(Experiment):
 
     def run(self):
         args = self.args
+        if args.command == "law" and not args.cluster and runner.visible_gpus():
+            args.command = "law_gpu"
         self.preset = self.chosen()
         self.per_gpu = self.preset.jobs_per_gpu
         self.nproc = args.nproc or 1

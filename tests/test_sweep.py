@@ -334,6 +334,24 @@ def test_the_law_is_a_family_and_size_after_the_other():
         assert parameters == pytest.approx([parameters[0]] * 5, rel=0.01)
 
 
+def test_the_law_on_a_gpu_is_a_ladder_to_the_papers_120M(monkeypatch, tmp_path, capsys):
+    """Five sizes, each with 20 to 200 tokens per parameter of Longhorn."""
+    monkeypatch.setattr(runner, "visible_gpus", lambda: ["0"])
+    monkeypatch.chdir(tmp_path)
+    assert sweep.main(["law", "longhorn", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    rows = [line.replace(" ", "").split("|")[2:8] for line in printed.splitlines() if "| seed " in line]
+    of = {"K": 1e3, "M": 1e6, "B": 1e9}
+    each = {}
+    for size, _, parameters, tokens, _, _ in rows:
+        number, per = (float(text[:-1]) * of[text[-1]] for text in (tokens, parameters))
+        each.setdefault(size, []).append(number / per)
+    assert [*each] == ["8M", "15M", "30M", "60M", "120M"] and "on 1 GPU(s)" in printed
+    for per_parameter in each.values():
+        assert (min(per_parameter), max(per_parameter)) == pytest.approx((20, 200), rel=0.01)
+    assert "config/longhorn_120m.py" in printed and "scaling_law_gpu/" in printed
+
+
 def test_the_rate_of_a_width_is_on_the_line_through_three():
     """By hand, in powers of two: a slope of -1/2 with an error of sqrt(1/12); of two, as 1 / width from the last."""
     found = {2**6: 2**-8, 2**7: 2**-9, 2**8: 2**-9}
