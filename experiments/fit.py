@@ -22,7 +22,7 @@ import math
 from collections import namedtuple
 
 import numpy as np
-from scipy import optimize
+from scipy import linalg, optimize
 
 DELTA = 1e-3  # Huber's threshold in log L
 EPOCH = dict(E=1.8172, A=482.0, alpha=0.3478, B=2085.4, beta=0.3658)  # Besiroglu et al. 2024, tokens of text
@@ -38,8 +38,8 @@ class CannotFit(ValueError):
 
 Fit = namedtuple("Fit", "E A alpha B beta D0 gamma cost")  # cost: half the sum of squares, or the summed Huber loss
 # Runs of a family, sizes and budgets ascending. sizes: their labels; N, flops (sizes,): parameters but the embedding's,
-# FLOPs per token; D (budgets,) tokens; log_L (seeds, sizes, budgets); rate_cost (sizes,): of the error of the rates in
-# log L, on average
+# FLOPs per token; D (sizes, budgets) tokens; log_L (seeds, sizes, budgets); rate_cost (sizes,): of the error of the
+# rates in log L, on average
 Family = namedtuple("Family", "sizes N flops D log_L rate_cost")
 
 
@@ -169,21 +169,24 @@ def whitening(D):
 def seed_noise(family):
     """(variance of log L over seeds at 1 MB, degrees of freedom)."""
     seeds, sizes, budgets = family.log_L.shape
-    off = (family.log_L - family.log_L.mean(0)) @ whitening(family.D).T
+    off = family.log_L - family.log_L.mean(0)
+    squares = 0.0
+    for i, D in enumerate(family.D):
+        squares += ((off[:, i] @ whitening(D).T) ** 2).sum()
     df = (seeds - 1) * sizes * budgets
-    return (off**2).sum() / df, df
+    return squares / df, df
 
 
 def grid(family):
     """N and D, (cells,) each, of the family's means."""
-    return np.repeat(family.N, len(family.D)), np.tile(family.D, len(family.N))
+    return np.repeat(family.N, family.D.shape[1]), family.D.ravel()
 
 
 def fit_family(family, form, log_L=None, start=None):
     """Fit to the means over seeds, or to other log_L (sizes, budgets)."""
     if log_L is None:
         log_L = family.log_L.mean(0)
-    whiten = np.kron(np.eye(len(family.N)), whitening(family.D))
+    whiten = linalg.block_diag(*map(whitening, family.D))
     return fit_loss(*grid(family), np.exp(log_L).ravel(), form, whiten, start)
 
 
@@ -201,7 +204,8 @@ def around(family, form, fitted):
 def misfit(rng, family, variance, df):
     """A draw of the variance that the means have around the law beyond that of seeds and of the rates' costs; 0 or
     more. variance, df: see `around`; they are seen like those of a sample."""
-    of_seeds = scale(rng, family) ** 2 * np.diag(shape(family.D)).mean() / len(family.log_L)
+    units = np.mean([np.diag(shape(D)) for D in family.D])
+    of_seeds = scale(rng, family) ** 2 * units / len(family.log_L)
     return max(0.0, variance * df / rng.chisquare(df) - of_seeds - 2 * (family.rate_cost**2).mean())
 
 
@@ -220,7 +224,7 @@ def optimum(fitted, family, compute, N):
 
 def computes(family, count=9):
     """(count,) FLOPs from those of the family's least run to those of its largest."""
-    return np.geomspace(family.flops[0] * family.D[0], family.flops[-1] * family.D[-1], count)
+    return np.geomspace(family.flops[0] * family.D[0, 0], family.flops[-1] * family.D[-1, -1], count)
 
 
 def allocation(fitted, family):
@@ -255,8 +259,8 @@ def frontier(fitted, family, levels):
 def compute_ratio(a, b, fitted_a, fitted_b):
     """log2 of the FLOPs that a needs of b's, both on their frontier, for the loss of b's largest run, and its slope per
     doubling of b's FLOPs, down to the loss of b's second size at the middle budget."""
-    high = law(b.N[1], b.D[len(b.D) // 2], *fitted_b[:7])
-    low = law(b.N[-1], b.D[-1], *fitted_b[:7])
+    high = law(b.N[1], b.D[1, b.D.shape[1] // 2], *fitted_b[:7])
+    low = law(b.N[-1], b.D[-1, -1], *fitted_b[:7])
     levels = np.geomspace(low, high, 9)
     x = np.log2(frontier(fitted_b, b, levels))
     y = np.log2(frontier(fitted_a, a, levels)) - x
@@ -266,12 +270,15 @@ def compute_ratio(a, b, fitted_a, fitted_b):
 # ------------------------------------------------------------------------------------------------------ curves per size
 
 def curves(D, log_L):
-    """(log D (points,), log L (sizes, points)): a cubic in log D through each size, half a doubling beyond its ends."""
-    x = np.log(D)
-    points = np.linspace(x[0] - math.log(2) / 2, x[-1] + math.log(2) / 2, 300)
-    whiten = whitening(D)
-    cubic, *_ = np.linalg.lstsq(whiten @ np.vander(x - x.mean(), 4), whiten @ log_L.T)
-    return points, (np.vander(points - x.mean(), 4) @ cubic).T
+    """[(log D, log L), (points,) each] of every size: a cubic in log D, half a doubling beyond its ends; D, log_L
+    (sizes, budgets)."""
+    found = []
+    for x, y in zip(np.log(D), log_L, strict=True):
+        whiten = whitening(np.exp(x))
+        cubic, *_ = np.linalg.lstsq(whiten @ np.vander(x - x.mean(), 4), whiten @ y)
+        points = np.linspace(x[0] - math.log(2) / 2, x[-1] + math.log(2) / 2, 300)
+        found.append((points, np.polyval(cubic, points - x.mean())))
+    return found
 
 
 def log_tokens(points, curve, level):
@@ -279,47 +286,47 @@ def log_tokens(points, curve, level):
     return np.interp(-level, -curve, points, left=-np.inf, right=np.inf)
 
 
-def tokens_needed(points_a, curve_a, points_b, curve_b, D):
+def tokens_needed(curve_a, curve_b, D):
     """log2 of what a needs of D (budgets,) tokens of b, by a curve of each."""
-    level = np.interp(np.log(D), points_b, curve_b)
-    return (log_tokens(points_a, curve_a, level) - np.log(D)) / math.log(2)
+    level = np.interp(np.log(D), *curve_b)
+    return (log_tokens(*curve_a, level) - np.log(D)) / math.log(2)
 
 
 def slope_within(y, x, group):
-    """The least-squares slope of y on x with a term per group; arrays of one shape, infinite y left out."""
+    """The least-squares slope of y on x with a term per group; arrays of one shape, infinite y left out. NaN where no
+    group has two x."""
     known = np.isfinite(y)
-    of_group = group[known][:, None] == np.unique(group)
-    return np.linalg.lstsq(np.column_stack([x[known], of_group]), y[known])[0][0]
+    of_group = group[known][:, None] == np.unique(group[known])
+    slopes, _, rank, _ = np.linalg.lstsq(np.column_stack([x[known], of_group]), y[known])
+    return slopes[0] if rank == len(slopes) else math.nan
 
 
-def ratios(a, b, D):
+def ratios(a, b, least):
     """What a needs of b's tokens at their common sizes, two or more: {quantity: log2 of a ratio, or its slope per
-    doubling}, at budgets D for b.
+    doubling}, at b's budgets of at least so many tokens.
 
     b's loss is read at a's parameters.
     """
     both = common_sizes(a, b)
     a = of_sizes(a, both)
     b = of_sizes(b, both)
+    D = since(b, least).D
     means = b.log_L.mean(0)
     per_N = np.gradient(means, np.log(b.N), axis=0)
-    points_b, curves_b = curves(b.D, means + per_N * np.log(a.N / b.N)[:, None])
-    points, curves_a = curves(a.D, a.log_L.mean(0))
-    tokens = []
-    for curve_a, curve_b in zip(curves_a, curves_b, strict=True):
-        tokens.append(tokens_needed(points, curve_a, points_b, curve_b, D))
-    tokens = np.array(tokens)
-    sizes, budgets = np.indices(tokens.shape)
-    found = {f"tokens {a.sizes[i]} {D[j]:.0f}": tokens[i, j] for i, j in np.ndindex(tokens.shape)}
-    found["per D"] = slope_within(tokens, np.log2(D)[budgets], sizes)
-    found["per N"] = slope_within(tokens, np.log2(a.N)[sizes], budgets)
+    curves_b = curves(b.D, means + per_N * np.log(a.N / b.N)[:, None])
+    curves_a = curves(a.D, a.log_L.mean(0))
+    tokens = np.array([tokens_needed(*each) for each in zip(curves_a, curves_b, D, strict=True)])
+    found = {f"tokens {both[i]} {D[i, j]:.0f}": tokens[i, j] for i, j in np.ndindex(tokens.shape)}
+    sizes, _ = np.indices(tokens.shape)
+    found["per D"] = slope_within(tokens, np.log2(D), sizes)
+    found["per N"] = slope_within(tokens, np.log2(a.N)[sizes], D)
     return found
 
 
 def power(family, N, D):
     """log L by a power of D through the two largest budgets, and, for a new size, of N through the two largest."""
     log_L = family.log_L.mean(0)
-    doublings = math.log(D / family.D[-1]) / math.log(family.D[-1] / family.D[-2])
+    doublings = np.log(D / family.D[:, -1]) / np.log(family.D[:, -1] / family.D[:, -2])
     at_D = log_L[:, -1] + (log_L[:, -1] - log_L[:, -2]) * doublings
     if N in family.N:
         return at_D[list(family.N).index(N)]
@@ -329,15 +336,16 @@ def power(family, N, D):
 # ------------------------------------------------------------------------------------------------------------ intervals
 
 def since(family, tokens):
-    """The family at budgets of at least so many tokens."""
-    keep = family.D >= tokens
-    return family._replace(D=family.D[keep], log_L=family.log_L[:, :, keep])
+    """The family at budgets of at least so many tokens at every size."""
+    keep = (family.D >= tokens).all(0)
+    return family._replace(D=family.D[:, keep], log_L=family.log_L[:, :, keep])
 
 
 def of_sizes(family, labels):
     """The family at sizes that it has, in this order."""
     keep = [family.sizes.index(label) for label in labels]
-    return Family(labels, family.N[keep], family.flops[keep], family.D, family.log_L[:, keep], family.rate_cost[keep])
+    return Family(labels, family.N[keep], family.flops[keep], family.D[keep], family.log_L[:, keep],
+                  family.rate_cost[keep])
 
 
 def common_sizes(a, b):
@@ -350,9 +358,12 @@ def scale(rng, family):
     return math.sqrt(variance * df / rng.chisquare(df))
 
 
-def trunks(rng, family, D, count):
-    """Draws of the noise of log L over seeds along trunks, (count, budgets)."""
-    return scale(rng, family) * rng.standard_normal((count, len(D))) @ np.linalg.cholesky(shape(D)).T
+def trunks(rng, family, D):
+    """A draw of the noise of log L over seeds, of a trunk per row of D (trunks, budgets)."""
+    noise = rng.standard_normal(D.shape)
+    for row, tokens in zip(noise, D, strict=True):
+        row[:] = np.linalg.cholesky(shape(tokens)) @ row
+    return scale(rng, family) * noise
 
 
 def again(rng, family, misfit):
@@ -360,21 +371,21 @@ def again(rng, family, misfit):
 
     A rate that is off by a normal error costs its square, of which the mean is in every loss.
     """
-    seeds, sizes, budgets = family.log_L.shape
-    noise = trunks(rng, family, family.D, sizes) / math.sqrt(seeds)
-    rates = family.rate_cost * (rng.standard_normal(sizes) ** 2 - 1)
-    return noise + rates[:, None] + math.sqrt(misfit) * rng.standard_normal((sizes, budgets))
+    noise = trunks(rng, family, family.D) / math.sqrt(len(family.log_L))
+    rates = family.rate_cost * (rng.standard_normal(len(family.N)) ** 2 - 1)
+    return noise + rates[:, None] + math.sqrt(misfit) * rng.standard_normal(family.D.shape)
 
 
 def one_more(rng, family, fitted, misfit, N, D):
     """A draw of log L of one run more: of a new size, or of the first seed's at one of the sizes, continued to D."""
-    covariance = scale(rng, family) ** 2 * shape([family.D[-1], D])
     expected = log_law(fitted, N, D)
+    i = list(family.N).index(N) if N in family.N else -1
+    last = family.D[i, -1]
+    covariance = scale(rng, family) ** 2 * shape([last, D])
     if N in family.N:
-        i = list(family.N).index(N)
         covariance += 2 * family.rate_cost[i] ** 2 + misfit * np.eye(2)
         pull = covariance[0, 1] / covariance[0, 0]
-        expected += pull * (family.log_L[0, i, -1] - log_law(fitted, N, family.D[-1]))
+        expected += pull * (family.log_L[0, i, -1] - log_law(fitted, N, last))
         variance = covariance[1, 1] - pull * covariance[0, 1]
     else:
         expected += family.rate_cost.max() * (rng.standard_normal() ** 2 - 1)
@@ -426,7 +437,7 @@ def analyse(families, targets=None, least=MB, draws=200, seed=0):
             drawn[name] = family._replace(log_L=family.log_L.mean(0, keepdims=True) + off)
         for name in others:
             if len(common_sizes(drawn[first], drawn[name])) > 1:
-                add(found, name, **ratios(drawn[first], drawn[name], parts[name].D))
+                add(found, name, **ratios(drawn[first], drawn[name], least))
     return {key: interval(values) for key, values in found.items()}
 
 

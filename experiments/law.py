@@ -85,17 +85,17 @@ def reported(runs):
 
 
 def family_of(runs, model, with_embedding=False):
-    """The Family of a model's runs: the sizes that have all seeds at all budgets at which some size has two seeds or
+    """The Family of a model's runs: the sizes that have all seeds at as many budgets as any, of those with two seeds or
     more. None without such a size. with_embedding: N counts its parameters too."""
     runs = runs[runs.model == model]
     of_seeds = reported(runs)
     of_seeds = of_seeds[of_seeds.groupby(["size", "tokens"]).seed.transform("nunique") > 1]
     if of_seeds.empty:
         return None
-    seeds = sorted(of_seeds.seed.unique())
-    D = np.sort(of_seeds.tokens.unique())
-    losses = of_seeds.pivot_table(index="size", columns=["seed", "tokens"], values="val_loss")
-    losses = losses.reindex(columns=list(itertools.product(seeds, D))).dropna()
+    of_seeds = of_seeds.assign(budget=of_seeds.groupby("size").tokens.rank("dense"))
+    places = [sorted(of_seeds[key].unique()) for key in ("seed", "budget")]
+    losses = of_seeds.pivot_table(index="size", columns=["seed", "budget"], values="val_loss")
+    losses = losses.reindex(columns=list(itertools.product(*places))).dropna()
     about = of_seeds.groupby("size").first().loc[losses.index].sort_values("parameters")
     searches = {}
     for run in runs[(runs.stage == "search") & (runs.left_out == "")].itertuples():
@@ -106,8 +106,9 @@ def family_of(runs, model, with_embedding=False):
     costs = rate_costs(searches, rates, about.n_embd.to_numpy(float))
     N = about.parameters - (0 if with_embedding else about.embedding)
     flops = about.flops / about.tokens
-    log_L = np.log(losses.loc[about.index].to_numpy(float)).reshape(len(about), len(seeds), len(D)).swapaxes(0, 1)
-    return Family(list(about.index), N.to_numpy(float), flops.to_numpy(float), D, log_L, costs)
+    D = of_seeds.pivot_table(index="size", columns="budget", values="tokens").loc[about.index]
+    log_L = np.log(losses.loc[about.index].to_numpy(float)).reshape(len(about), *map(len, places)).swapaxes(0, 1)
+    return Family(list(about.index), N.to_numpy(float), flops.to_numpy(float), D.to_numpy(float), log_L, costs)
 
 
 def families_of(runs, models=(), least=MB, with_embedding=False):
@@ -229,7 +230,7 @@ def of_tokens(found, families, least, other):
     if len(sizes) < 2:
         return f"What {name_of(first)} needs of {name_of(other)}'s tokens {UNKNOWN}: they lack two common sizes."
     size = sizes[len(sizes) // 2]
-    D = fit.since(families[other], least).D
+    (D,) = fit.since(fit.of_sizes(families[other], [size]), least).D
     tokens = D[len(D) // 2]
     ratio = told(found[f"{other} tokens {size} {tokens:.0f}"], of=np.exp2)
     return (f"{name_of(first)} needs {ratio} times {name_of(other)}'s tokens at {size} and {human(tokens)} tokens; at "
@@ -241,9 +242,9 @@ def of_compute(found, families, other):
     """Point 2: what it needs of another's compute on the frontier."""
     first, *_ = families
     b = families[other]
+    largest = f"{name_of(other)} {b.sizes[-1]} after {human(b.D[-1, -1])} tokens"
     return (f"On the frontier {name_of(first)} needs {told(found[f'{other} compute'], of=np.exp2)} times "
-            f"{name_of(other)}'s FLOPs for the loss of {name_of(other)} {b.sizes[-1]} after {human(b.D[-1])} tokens; "
-            f"{trend(found[f'{other} per C'], 'the compute')}.")
+            f"{name_of(other)}'s FLOPs for the loss of {largest}; {trend(found[f'{other} per C'], 'the compute')}.")
 
 
 def of_constants(found, model):
@@ -265,15 +266,14 @@ def at_half_rate(runs, families, draws):
         of_seed = runs[runs.seed == runs[runs["size"] == half].seed.min()]
         losses = of_seed.pivot_table(index=["model", "size"], columns="tokens", values="val_loss")
         losses = losses.reindex([(first, half), (other, half), (first, size), (other, size)]).dropna(axis=1)
-        D = losses.columns.to_numpy(float)
+        D = np.tile(losses.columns.to_numpy(float), (4, 1))
         changes = []
-        for _ in range(draws if len(D) > 3 else 0):  # a cubic goes through four
+        for _ in range(draws if D.shape[1] > 3 else 0):  # a cubic goes through four
             log_L = np.log(losses.to_numpy(float))
-            log_L[0::2] += fit.trunks(rng, families[first], D, 2)
-            log_L[1::2] += fit.trunks(rng, families[other], D, 2)
-            points, curves = fit.curves(D, log_L)
-            at_half, before = (fit.tokens_needed(points, a, points, b, D) for a, b in (curves[:2], curves[2:]))
-            change = at_half - before
+            log_L[0::2] += fit.trunks(rng, families[first], D[:2])
+            log_L[1::2] += fit.trunks(rng, families[other], D[:2])
+            a_half, b_half, a, b = fit.curves(D, log_L)
+            change = fit.tokens_needed(a_half, b_half, D[0]) - fit.tokens_needed(a, b, D[0])
             changes.append(np.mean(change[np.isfinite(change)]))
         times = told(fit.interval(changes), of=np.exp2) if changes else UNKNOWN
         sentences.append(f"What {name_of(first)} needs of {name_of(other)}'s tokens at half the rates, over what it "

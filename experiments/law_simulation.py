@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import configurator  # noqa: E402
 from common.errors import main_error  # noqa: E402
 from configurator import Count  # noqa: E402
-from experiments.fit import FORMS, MB, Family, Fit, allocation, analyse, compute_ratio, law, ratios, shape  # noqa: E402
+from experiments.fit import FORMS, MB, Family, Fit, allocation, analyse, compute_ratio, law, ratios, shape, since  # noqa: E402
 from runtime.records import write_json  # noqa: E402
 
 LABELS = ["60K", "130K", "250K", "460K", "1.5M"]
@@ -53,7 +53,7 @@ def simulated(rng, name, fitted):
     log_L = exact + noise + rates[:, None] + MISFIT * rng.standard_normal(exact.shape)
     later = {(size, LONGER): log_L[0, i, -1] for i, size in ((1, N[1]), (3, N[3]), (5, LARGER))}
     later[LARGER, 16 * MB] = log_L[0, 5, -2]
-    return Family(LABELS, N, FLOPS, D[:-1], log_L[:, :5, :-1], COST), later
+    return Family(LABELS, N, FLOPS, np.tile(D[:-1], (5, 1)), log_L[:, :5, :-1], COST), later
 
 
 def exact_quantities(fits):
@@ -62,9 +62,9 @@ def exact_quantities(fits):
     for name, fitted in fits.items():
         D = BUDGETS if name == "longhorn" else BUDGETS[1:]
         log_L = np.log(law(N[:, None], D, *fitted[:7]))
-        families[name] = Family(LABELS, N, FLOPS, D, log_L[None], COST)
-    read = ratios(families["longhorn"], families["llama"], BUDGETS[2:])
-    parts = {name: family._replace(D=BUDGETS[2:]) for name, family in families.items()}
+        families[name] = Family(LABELS, N, FLOPS, np.tile(D, (5, 1)), log_L[None], COST)
+    read = ratios(families["longhorn"], families["llama"], MB)
+    parts = {name: since(family, MB) for name, family in families.items()}
     read |= compute_ratio(parts["longhorn"], parts["llama"], fits["longhorn"], fits["llama"])
     found = {f"llama {key}": value for key, value in read.items()}
     for name, fitted in fits.items():
@@ -94,13 +94,13 @@ def simulate(counts, i, draws):
             count[2] += high - low
 
 
-def save(counts, args):
+def save(counts, args, sweeps):
     forms = {}
     for form, quantities in counts.items():
         forms[form] = {}
         for key, (held, sweeps, widths) in quantities.items():
             forms[form][key] = {"held": held, "of": sweeps, "width": round(widths / sweeps, 5)}
-    command = f"python experiments/law_simulation.py {args.record} --sweeps={args.sweeps} --draws={args.draws}"
+    command = f"python experiments/law_simulation.py {args.record} --sweeps={sweeps} --draws={args.draws}"
     write_json(args.record, {"command": command, "forms": forms})
 
 
@@ -117,7 +117,7 @@ def main(argv):
     for i in range(args.sweeps):
         simulate(counts, i, args.draws)
         if i % 30 == 29 or i + 1 == args.sweeps:  # it may be stopped
-            save(counts, args)
+            save(counts, args, i + 1)
     for form, quantities in counts.items():
         print(form)
         for key, (held, of, widths) in quantities.items():
