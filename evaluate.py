@@ -102,17 +102,19 @@ def main(argv):
     write(Path(config.out_dir) / "eval_tasks.json", {
         "step": meta.get("step"), "tokens": meta.get("tokens"), "checkpoint": weights,
         "limit": config.limit, "max_length": config.max_length, "dtype": str(dtype).removeprefix("torch."),
-        "tokenizer": text.name, "longest": max(longest), "seconds": round(time.perf_counter() - start, 1),
+        "tokenizer": text.name, "tokenizer_sha256": text.table_sha256,
+        "longest": max(longest), "seconds": round(time.perf_counter() - start, 1),
         **output, "harness": harness.VERSION, "environment": where})
 
 
 def write(path, record):
     """Write the record, keeping earlier results on other tasks if they have the same checkpoint, settings and code."""
-    same = ("step", "tokens", "checkpoint", "limit", "max_length", "dtype", "tokenizer", "harness")
+    same = ("step", "tokens", "checkpoint", "limit", "max_length", "dtype", "tokenizer", "tokenizer_sha256",
+            "harness")
     try:
         old = json.loads(path.read_text())
         changed = changed_files(old["environment"]["code_files"], record["environment"]["code_files"])
-        if not changed and all(old[key] == record[key] for key in same):
+        if not changed and all(old.get(key) == record[key] for key in same):
             for key in ("results", "versions"):
                 record[key] = {**old[key], **record[key]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -222,6 +222,11 @@ class Text:
         self.begin()
 
     @property
+    def table_sha256(self):
+        """Of what the name alone does not say; None for a tokenizer without a table."""
+        return hashlib.sha256(self.table.encode()).hexdigest() if self.table else None
+
+    @property
     def n_vocab(self):
         """The number of tokens; all ids are below it."""
         if self.kind == "bytes":

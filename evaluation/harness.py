@@ -64,7 +64,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def tokenizer_name(self):  # of requests that the harness caches
-        return self.text.name
+        return f"{self.text.name} {self.text.table_sha256}"
 
     def all_gather(self, tensor):
         return torch.tensor(distributed.all_gather(tensor.tolist()))

@@ -10,6 +10,7 @@ import lzma
 import os
 import pickle
 import re
+import resource
 import runpy
 import signal
 import subprocess
@@ -43,7 +44,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from common.errors import ConfigError
-from data import loader, mixture, prepared, tokenizer, writer
+from data import loader, mixture, prepared, shards, tokenizer, writer
 from data.adopt import adopt
 from data.loader import TokenData, eval_windows, get_batch, n_windows, step_windows
 from data.prepared import Tokens
@@ -235,21 +236,33 @@ def test_a_folder_that_a_model_cannot_use_is_refused(tmp_path):
             Tokens(folder)
 
 
-def test_shards_are_one_array(tmp_path):
-    """Slices within a file, from its first token, up to its last, over two and all of three, and beyond the end; the
-    hash is of the files' hashes, in order."""
+def test_shards_are_one_array(tmp_path, monkeypatch):
+    """Slices within a file, from its first token, up to its last, over two and all, and beyond the end, of more files
+    than a process may have open; the hash is of the files' hashes, in order."""
+    monkeypatch.setattr(shards, "MOST_OPEN", 9)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)  # the lowest number that is free
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 40, limits[1]))
+    try:
+        check_shards(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def check_shards(tmp_path):
     write_folder(tmp_path)
     splits = json.loads((tmp_path / "meta.json").read_text())["splits"]
-    shards, hashes = [], []
-    for start, stop in ((0, 7), (7, 8), (8, 30)):
+    files, hashes = [], []
+    for start, stop in ((0, 7), (7, 8), (8, 30), *((i, i + 1) for i in range(30, 90))):
         np.arange(start, stop, dtype=np.uint16).tofile(tmp_path / f"{start}.bin")
         hashes.append(hashlib.sha256((tmp_path / f"{start}.bin").read_bytes()).hexdigest())
-        shards.append({"file": f"{start}.bin", "tokens": stop - start, "sha256": hashes[-1]})
-    edit_meta(tmp_path, splits={**splits, "val": {"tokens": 30, "shards": shards}})
+        files.append({"file": f"{start}.bin", "tokens": stop - start, "sha256": hashes[-1]})
+    edit_meta(tmp_path, splits={**splits, "val": {"tokens": 90, "shards": files}})
     tokens = Tokens(tmp_path)
     assert tokens.sha256["val"] == hashlib.sha256("".join(hashes).encode()).hexdigest()
-    for start, stop in itertools.combinations_with_replacement(range(32), 2):
-        assert tokens.val[start:stop].tolist() == list(range(30))[start:stop]
+    for start, stop in itertools.combinations_with_replacement([*range(32), 88, 90, 99], 2):
+        assert tokens.val[start:stop].tolist() == list(range(90))[start:stop]
     assert get_batch(tokens.val, [5, 0], 9)[1].tolist() == [[*range(6, 15)], [*range(1, 10)]]
 
 

@@ -164,8 +164,8 @@ def test_the_split_of_the_source(in_this_process, tmp_path):
 
 def test_what_it_refuses(in_this_process, tmp_path, monkeypatch):
     source = [write_jsonl(tmp_path / name, TEXTS) for name in ("a.jsonl", "b.jsonl")]
-    prepare = lambda **changes: cluster.prepare(tmp_path / "out", **{
-        "files": source, "tokenizer": "bytes", "val_fraction": 0.2, **changes})
+    prepare = lambda **changes: cluster.prepare(**{
+        "out": tmp_path / "out", "files": source, "tokenizer": "bytes", "val_fraction": 0.2, **changes})
     (tmp_path / "c.txt").write_text("text " * 9)
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": ')
     for changes, *words in (({"shuffle": 2357}, "one process"),
@@ -173,6 +173,8 @@ def test_what_it_refuses(in_this_process, tmp_path, monkeypatch):
                             ({"files": [source[0], tmp_path / "bad.jsonl"]}, "1 of 2 tasks", "first of them task 1",
                              "bad.jsonl cannot be read"), ({"val_fraction": 1e-9}, "hold out 0"),
                             ({"cluster": "slurm"}, "the partition and the time"),
+                            ({"cluster": "slurm", "out": tmp_path / "a;b"}, "a;b: choose a path"),
+                            ({"cluster": "slurm", "out": tmp_path / "a b"}, "a b: choose a path"),
                             ({"cluster": "slurm", "cluster_args": "partition=a,time=9"}, "no sbatch here"),
                             ({"cluster": "ray", "cluster_args": "num_cpus=x"}, "Ray does not take", "'x'")):
         with monkeypatch.context() as patch:
@@ -181,8 +183,16 @@ def test_what_it_refuses(in_this_process, tmp_path, monkeypatch):
     shutil.rmtree(tmp_path / "out")
     with preparing(tmp_path / "out/task-00001"):  # by a job on a node that Slurm believes lost, say
         rejected(prepare, "1 of 2 tasks", "another process is preparing")
-    prepare()
+    splits = prepare().meta["splits"]
     rejected(lambda: prepare(tasks=1), "other inputs", "--force")
+    shard = tmp_path / "out/task-00001/shard.json"
+    for damage in ('"bytes": ', '"bytes": 1'), ('"inputs": "', '"inputs": "0'):
+        (tmp_path / "out/meta.json").unlink()
+        shard.write_text(shard.read_text().replace(*damage, 1))
+        assert prepare().meta["splits"] == splits
+    for name in "meta.json", "plan.json":  # killed within --force, say
+        (tmp_path / "out" / name).unlink()
+    assert prepare(val_fraction=0.3).meta["splits"] == prepare(force=True, val_fraction=0.3).meta["splits"] != splits
 
 
 def slurm(*command):

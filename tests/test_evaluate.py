@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import make_run, refused, run_program, tiny
+from helpers import byte_level_bpe, make_run, refused, run_program, tiny
 from torch import nn
 
 import evaluate
@@ -220,6 +220,14 @@ def test_scores_of_another_checkpoint_are_not_mixed_in(folder, tmp_path, monkeyp
     edited = {**now, "code_files": {**now["code_files"], "model.py": "0" * 12}}
     monkeypatch.setattr(records, "code_identity", lambda: edited)
     assert scored("my_choice") == {"my_choice"}  # by the same checkpoint, but with an edited model.py
+    lm = tiny(vocab_size=512)
+    for texts in ["a b"], ["c d e f"] * 99:  # another tokenizer of the same name, which the checkpoint does not know
+        byte_level_bpe(tmp_path, texts)
+        settings = {"tokenizer": f"hf:{tmp_path}"}
+        assert scored("my_text", lm, settings, tokenizer=None) == {"my_text"}
+        assert scored("my_choice", settings=settings) == {"my_text", "my_choice"}
+    byte_level_bpe(tmp_path, ["g h i j"] * 99)
+    assert scored("my_text", settings=settings) == {"my_text"}
     records.move_aside(out)
     assert not [path for path in out.iterdir() if path.is_file()]
 

@@ -83,7 +83,7 @@ def prepare(out, file=None, any_text=False, force=False, tokenizer="chars", voca
         if canonical(tokenizer) != "char":
             inputs += f" {tokenizer}"
         if canonical(tokenizer).startswith("hf:"):  # its file may change under the same name
-            inputs += " " + hashlib.sha256(Text(tokenizer).table.encode()).hexdigest()
+            inputs += " " + Text(tokenizer).table_sha256
         if not force and (tokens := finished(folder, inputs)):
             return tokens, False
         text = as_text(content, source)
