@@ -214,46 +214,43 @@ def per_token(family, N):
     return N * np.interp(np.log(N), np.log(family.N), family.flops / family.N)
 
 
-def optimum(fitted, family, compute, N):
-    """(N, loss) of the candidate N (sizes,) that is best trained with so many FLOPs."""
-    D = np.maximum(compute / per_token(family, N), fitted.D0 * 1.001 + 1)
+def computes(family):
+    """(9,) FLOPs from those of the family's least run to those of its largest."""
+    return np.geomspace(family.flops[0] * family.D[0, 0], family.flops[-1] * family.D[-1, -1], 9)
+
+
+def optimum(fitted, family, N):
+    """(N, loss), (9,) each: of the candidates N, the one that is best trained with each of `computes`."""
+    N = N[:, None]
+    D = np.maximum(computes(family) / per_token(family, N), fitted.D0 * 1.001 + 1)
     losses = law(N, D, *fitted[:7])
-    i = np.argmin(losses)
-    return N[i], losses[i]
-
-
-def computes(family, count=9):
-    """(count,) FLOPs from those of the family's least run to those of its largest."""
-    return np.geomspace(family.flops[0] * family.D[0, 0], family.flops[-1] * family.D[-1, -1], count)
+    return N[losses.argmin(0), 0], losses.min(0)
 
 
 def allocation(fitted, family):
     """a of N_opt ~ C^a over the compute C of the family's runs."""
-    N = np.geomspace(family.N[0] / 30, family.N[-1] * 30, 2000)
-    C = computes(family)
-    best = [optimum(fitted, family, compute, N)[0] for compute in C]
-    return np.polyfit(np.log(C), np.log(best), 1)[0]
+    best, _ = optimum(fitted, family, np.geomspace(family.N[0] / 30, family.N[-1] * 30, 2000))
+    return np.polyfit(np.log(computes(family)), np.log(best), 1)[0]
+
+
+def sizes_between(family):
+    """(300,) parameters between those of the smallest and of the largest size."""
+    return np.geomspace(family.N[0], family.N[-1], 300)
 
 
 def frontier_losses(fitted, family):
-    """{`frontier I`: log of the least loss with the I-th of `computes`}, over parameters as in `frontier`."""
-    N = np.geomspace(family.N[0], family.N[-1], 300)
-    found = {}
-    for i, compute in enumerate(computes(family)):
-        found[f"frontier {i}"] = np.log(optimum(fitted, family, compute, N)[1])
-    return found
+    """{`frontier I`: log of the least loss with the I-th of `computes`}, over parameters between the sizes."""
+    _, losses = optimum(fitted, family, sizes_between(family))
+    return {f"frontier {i}": loss for i, loss in enumerate(np.log(losses))}
 
 
 def frontier(fitted, family, levels):
-    """The least FLOPs for losses (levels,), over parameters between the smallest and the largest size."""
+    """The least FLOPs for losses (levels,), over parameters between the sizes."""
     E, A, alpha, B, beta, D0, gamma, _ = fitted
-    N = np.geomspace(family.N[0], family.N[-1], 300)
-    least = []
-    for level in levels:
-        left = max(level - E, 0) ** (1 / gamma) - A / N**alpha  # for the term of D
-        D = D0 + (B / np.maximum(left, 1e-9)) ** (1 / beta)
-        least.append(np.min(per_token(family, N) * D))
-    return np.array(least)
+    N = sizes_between(family)[:, None]
+    left = np.maximum(levels - E, 0) ** (1 / gamma) - A / N**alpha  # for the term of D
+    D = D0 + (B / np.maximum(left, 1e-9)) ** (1 / beta)
+    return (per_token(family, N) * D).min(0)
 
 
 def compute_ratio(a, b, fitted_a, fitted_b):

@@ -25,7 +25,7 @@ import configurator  # noqa: E402
 from common import errors  # noqa: E402
 from common.errors import ConfigError  # noqa: E402
 from configurator import Count, Positive  # noqa: E402
-from experiments import compare, fit, pages, records, report, sweep  # noqa: E402
+from experiments import compare, fit, pages, records, sweep  # noqa: E402
 from experiments.figures import Curve, Panel, name_of  # noqa: E402
 from experiments.fit import MB, CannotFit, Family  # noqa: E402
 from experiments.pages import human, listed, table  # noqa: E402
@@ -119,18 +119,17 @@ def families_of(runs, models=(), least=MB, with_embedding=False):
     missing = []
     for model in models or runs.model.unique():
         family = family_of(runs, model, with_embedding)
-        has = family.sizes if family else []
-        lacks = [size for size in expected if size not in has]
-        if lacks:
-            missing.append(f"{name_of(model)}: {', '.join(lacks)} not complete")
+        lacks = [size for size in expected if not family or size not in family.sizes]
+        said = [f"{', '.join(lacks)} not complete"] if lacks else []
         try:
             fit.check_design(*fit.grid(fit.since(family, least)) if family else ((), ()))
-        except CannotFit as why:
-            missing.append(f"{name_of(model)} is not fitted: {why}")
-        else:
             families[model] = family
             if not family.rate_cost.any():
-                missing.append(f"{name_of(model)}: no search tells the error of its rates, which its intervals lack")
+                said.append("no search tells the error of its rates, which its intervals lack")
+        except CannotFit as why:
+            said.append(f"not fitted: {why}")
+        if said:
+            missing.append(f"{name_of(model)}: {'; '.join(said)}")
     return families, missing
 
 
@@ -154,6 +153,7 @@ def predict(path, families, least, draws):
     """Write the losses of `sweep.py law_predicted`. Raises ConfigError where the file stands."""
     if path.exists():
         raise ConfigError(f"--predict={path}: these predictions stand: name another file for those of other families")
+    path.parent.mkdir(parents=True, exist_ok=True)
     targets = to_predict(families)
     found = fit.analyse(families, targets, least, draws)
     predictions = []
@@ -170,6 +170,8 @@ def predict(path, families, least, draws):
 
 def measured(runs, folder):
     """The predictions in a folder as rows, with what was measured by runs that began later."""
+    import pandas  # late: without it main says what to install
+
     rows = []
     for path in sorted(folder.glob("predictions*.json")):
         record = read_json(path)
@@ -177,10 +179,11 @@ def measured(runs, folder):
             row |= {"name": name_of(row["model"]), "D": human(row["tokens"]),
                     "half": (row["high"] / row["low"]) ** 0.5 - 1}
             run = runs[(runs.model == row["model"]) & (runs["size"] == row["size"]) & (runs.tokens == row["tokens"])]
-            for time, loss in zip(run.time[:1], run.val_loss, strict=False):
-                if time < record["time"]:
-                    row["inside"] = "its run began before"
-                    continue
+            began = pandas.to_datetime(run.time, utc=True, errors="coerce").min()
+            if len(run) and not began > pandas.Timestamp(record["time"]):
+                row["inside"] = "its run began before"
+            elif len(run):
+                loss = run.val_loss.iloc[0]
                 row |= {"measured": loss, "inside": "yes" if row["low"] <= loss <= row["high"] else "no",
                         "off": loss / row["loss"] - 1, "power_off": loss / row["power"] - 1}
             rows.append(row)
@@ -283,6 +286,8 @@ def at_half_rate(runs, families, draws):
 
 def controls_of(runs, args, families):
     """What the controls say, in sentences."""
+    from experiments import report
+
     sentences = at_half_rate(runs, families, args.draws) if families else []
     if args.control:
         control = records.read(args.control, args.accept_code, "scaling")
@@ -364,6 +369,8 @@ def panels(found, families, least, rows):
 
 def page(runs, args, out):
     """The pages.Page of a sweep; out: its path without ending, beside which predictions and simulation are read."""
+    from experiments.report import POINTS
+
     least = args.least * MB
     families, missing = families_of(runs, args.models or runs.attrs.get("models", ()), least)
     others = list(families)[1:]
@@ -388,7 +395,7 @@ def page(runs, args, out):
         missing.append("no predictions: --predict writes them, before `sweep.py law_predicted` runs")
     if not controls:
         missing.append("no controls: `sweep.py law_half`, and --control with the folder of `sweep.py law_4096`")
-    points = runs[[*report.POINTS, "n_embd"]]
+    points = runs[[*POINTS, "n_embd"]]
     points.attrs = {"head": f"# schema 1, a line per run, by commit {environment()['commit']}: {UNITS}\n"}
     again = f"the page, from the records alone: python experiments/law.py {out}.json --out={out}"
     blocks = [

@@ -114,6 +114,7 @@ class Options:
 def main(argv):
     args = configurator.read(Options, argv, __doc__)
     counts = {}
+    args.record.parent.mkdir(parents=True, exist_ok=True)
     for i in range(args.sweeps):
         simulate(counts, i, args.draws)
         if i % 30 == 29 or i + 1 == args.sweeps:  # it may be stopped

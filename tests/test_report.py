@@ -734,8 +734,8 @@ def law_page(tmp_path_factory):
         if model != "gla":
             plan["cells"][f"{model}_{size}_more"] = at
             make_run(folder / f"runs/{model}_{size}_more", at, n, off * loss, None)
-            time = f"2026-11-2{'2' if size == '3.5M' else '0'}T00:00:00+00:00"
-            change(folder / f"runs/{model}_{size}_more/config.json", time=time)
+            zone = "+00:00" if size == "3.5M" else "+05:00"
+            change(folder / f"runs/{model}_{size}_more/config.json", time=f"2026-11-21T02:00:00{zone}")
         predictions.append({"model": model, "size": size, "tokens": 2048 * BATCH, "low": 0.98 * loss, "loss": loss,
                             "high": 1.02 * loss, "power": 0.95 * loss, "is_larger": size == "3.5M"})
     (folder / "runs/plan.json").write_text(json.dumps(plan))
