@@ -85,14 +85,26 @@ def fit_loss(N, D, L, form="additive", whiten=None, start=None):
         (E, _, _, _, beta, D0, gamma), of_A, of_B, both, y = terms(theta)
         power = both**gamma
         slope = gamma * power / both
-        of_D0 = slope * of_B * beta * D.min() / (D - D0 * D.min())
-        columns = [np.ones_like(x), slope * of_A, -x * slope * of_A, slope * of_B, -y * slope * of_B, of_D0,
-                   power * np.log(both)]
-        matrix = np.array(columns)[free].T / (E + power)[:, None]
+        columns = np.array([
+            np.ones_like(x),
+            slope * of_A,
+            -x * slope * of_A,
+            slope * of_B,
+            -y * slope * of_B,
+            slope * of_B * beta * D.min() / (D - D0 * D.min()),
+            power * np.log(both)])
+        matrix = columns[free].T / (E + power)[:, None]
         return matrix if whiten is None else whiten @ matrix
 
-    low = np.array([0, -50, 1e-3, -50, 1e-3, 0, 0.2])[free]
-    high = np.array([L.min(), 50, 5, 50, 5, 0.9, 5])[free]
+    limits = np.array([
+        [0, L.min()],
+        [-50, 50],
+        [1e-3, 5],
+        [-50, 50],
+        [1e-3, 5],
+        [0, 0.9],
+        [0.2, 5]])
+    low, high = limits[free].T
 
     def search(theta, evaluations):
         inside = np.clip(theta, low + 1e-9, high - 1e-9)
@@ -105,18 +117,22 @@ def fit_loss(N, D, L, form="additive", whiten=None, start=None):
         for share, change_N, change_D in itertools.product((0.05, 0.5, 0.9), (0.1, 0.6), (0.1, 0.6)):
             floor = share * L.min()
             rest = math.log((np.median(L) - floor) / 2)
-            theta = np.array([floor, rest, change_N / x.std(), rest, change_D / np.log(D).std(), 0, 1])
+            alpha = change_N / x.std()
+            beta = change_D / np.log(D).std()
+            theta = np.array([floor, rest, alpha, rest, beta, 0, 1])
             short.append(search(theta[free], 30))
         short.sort(key=lambda result: result.cost)
         best = min((search(result.x, 2000) for result in short[:2]), key=lambda result: result.cost)
     else:
         E, A, alpha, B, beta, D0, gamma, _ = start
-        theta = np.array([E, math.log(A) - alpha * centre_N, alpha, math.log(B) - beta * centre_D, beta, D0 / D.min(),
-                          gamma])
+        log_A = math.log(A) - alpha * centre_N
+        log_B = math.log(B) - beta * centre_D
+        theta = np.array([E, log_A, alpha, log_B, beta, D0 / D.min(), gamma])
         best = search(theta[free], 2000)
     E, log_A, alpha, log_B, beta, D0, gamma = terms(best.x)[0].tolist()
     with np.errstate(over="ignore"):
-        A, B = np.exp([log_A + alpha * centre_N, log_B + beta * centre_D]).tolist()
+        A = np.exp(log_A + alpha * centre_N).item()
+        B = np.exp(log_B + beta * centre_D).item()
     return Fit(E, A, alpha, B, beta, float(D0 * D.min()), gamma, float(best.cost))
 
 

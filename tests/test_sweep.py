@@ -334,22 +334,20 @@ def test_the_law_is_a_family_and_size_after_the_other():
         assert parameters == pytest.approx([parameters[0]] * 5, rel=0.01)
 
 
-def test_the_law_on_a_gpu_is_a_ladder_to_the_papers_120M(monkeypatch, tmp_path, capsys):
-    """Five sizes, each with 20 to 200 tokens per parameter of Longhorn."""
+def test_the_law_on_a_gpu_is_a_ladder_to_the_papers_120M(monkeypatch, capsys):
+    """Five sizes, each with 20 to 200 tokens per parameter."""
+    preset = chosen("law_gpu", "longhorn")
+    cells = sweep.reported_cells(preset, dict.fromkeys(itertools.product(preset.models, preset.sizes), 1e-3))
+    sweep.estimate(cells)
+    per_parameter = {size: [] for size in ("8M", "15M", "30M", "60M", "120M")}
+    for cell in cells:
+        per_parameter[cell.at["size"]].append(cell.at["tokens"] / cell.at["parameters"])
+    for found in per_parameter.values():
+        assert sorted(found) == pytest.approx([20, 20, 43, 43, 93, 93, 200, 200], rel=0.01)
+    assert cells[-1].at["parameters"] == pytest.approx(128.6e6, rel=1e-3)  # the paper's 120M
     monkeypatch.setattr(runner, "visible_gpus", lambda: ["0"])
-    monkeypatch.chdir(tmp_path)
     assert sweep.main(["law", "longhorn", "--dry-run"]) == 0
-    printed = capsys.readouterr().out
-    rows = [line.replace(" ", "").split("|")[2:8] for line in printed.splitlines() if "| seed " in line]
-    of = {"K": 1e3, "M": 1e6, "B": 1e9}
-    each = {}
-    for size, _, parameters, tokens, _, _ in rows:
-        number, per = (float(text[:-1]) * of[text[-1]] for text in (tokens, parameters))
-        each.setdefault(size, []).append(number / per)
-    assert [*each] == ["8M", "15M", "30M", "60M", "120M"] and "on 1 GPU(s)" in printed
-    for per_parameter in each.values():
-        assert (min(per_parameter), max(per_parameter)) == pytest.approx((20, 200), rel=0.01)
-    assert "config/longhorn_120m.py" in printed and "scaling_law_gpu/" in printed
+    assert "=out/scaling_law_gpu/longhorn_8M_" in capsys.readouterr().out
 
 
 def test_the_rate_of_a_width_is_on_the_line_through_three():
