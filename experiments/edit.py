@@ -58,6 +58,8 @@ SIZES = {size: list(s.argv) for size, s in sweep.PRESETS["duel"].sizes.items()} 
 CURVE_PAIRS, FEWEST = 4, 6  # pairs whose run of HEAD also ends at 1/4 and 1/2; fewest pairs before a verdict
 USUAL_SD, USUAL_SLOPE = 0.009, 0.27  # nats, after 512 steps at 460K: of pairs, and per e-fold of tokens
 PROBE = REPO / "experiments" / "edit_probe.py"
+JUDGE = REPO / "experiments" / "edit_judge.py"
+ALIKE = 1e-3  # nats that a version's loss may be off its plain cross-entropy: rounding of 16 bits
 
 
 # ------------------------------------------------------------------------------------------------------------- versions
@@ -148,10 +150,9 @@ def hashes(folder, names=None):
     return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
 
 
-def probe(name, root, argv, repeat):
-    """What edit_probe.py says of a version with these arguments. Raises ConfigError with its last words if it does not
-    start."""
-    command = [sys.executable, str(PROBE), str(repeat), *argv, str(REPO / "data")]  # where the vocabulary is
+def ask(program, name, root, *arguments):
+    """What edit_probe.py or edit_judge.py says of a version. Raises ConfigError with its last words if it fails."""
+    command = [sys.executable, *map(str, (program, *arguments))]
     ran = subprocess.run(command, cwd=root, capture_output=True, text=True, errors="replace")
     if ran.returncode:
         raise ConfigError(f"{name} does not start: {(ran.stderr.strip() or 'no output').splitlines()[-1]}")
@@ -178,7 +179,7 @@ def versions_of(args, code, argv):
             name = "the edit"
         if args.todays_judge and tree != REPO:
             take_todays_judge(tree)
-        files = probe(name, tree, argv, 1)["files"]
+        files = ask(PROBE, name, tree, 1, *argv, REPO / "data")["files"]  # where the vocabulary is
         found.append(Version(name, about, tree, *snapshot(code, tree, files)))
     for used in code.glob("tmp-*"):
         shutil.rmtree(used, ignore_errors=True)
@@ -250,7 +251,7 @@ class Comparison:
         for version in versions:
             name, root = version.name, version.root
             self.roots[name] = root
-            self.probes[name] = about = probe(name, root, argv, 4)
+            self.probes[name] = about = ask(PROBE, name, root, 4, *argv, REPO / "data")
             self.argv[name] = [str(root / argv[0]), *argv[1:], f"--dataset={data_path(about['dataset'])}", "--min_lr=0",
                                "--schedule=wsd", "--decay_iters=-1", f"--warmup_iters={max(1, steps // 40)}",
                                f"--learning_rate={about['learning_rate']:g}"]
@@ -305,7 +306,24 @@ class Comparison:
                 failed = runner.run_cells([cell for _, cell in cells.values()], self.folder, engine)
         for name, cell in cells.values():
             self.read(name, cell, failed)
+        if first == 1:
+            for name in (self.head, *edits):
+                self.check_measure(name)
         return seeds
+
+    def check_measure(self, name):
+        """Raises ConfigError if a version's first run is not measured as any other model is."""
+        cell = self.cell(name, 1)
+        if cell.name not in self.rows:  # it diverged
+            return
+        nats = ask(JUDGE, name, self.roots[name], self.folder.resolve() / cell.name, *cell.argv)
+        if not abs(nats["reported"] - nats["plain"]) < ALIKE:
+            raise ConfigError(f"{name} is not measured as others are: its loss is {nats['reported']:.4f} nats, and the "
+                              f"cross-entropy of its logits {nats['plain']:.4f}: leave the loss in eval mode alone")
+        if not abs(nats["beside"] - nats["alone"]) < ALIKE:
+            raise ConfigError(f"{name} is not measured as others are: with other later tokens, rows beside it and text "
+                              f"before, its loss is {nats['alone']:.4f} nats in place of {nats['beside']:.4f}: let it "
+                              "read nothing but the tokens before")
 
     def read(self, name, cell, failed):
         """Keep the row of a cell that has run, or why the edit diverges. Raises ConfigError if a run failed or is not

@@ -70,8 +70,14 @@ print(json.dumps({"files": files, "learning_rate": 0.01, "dataset": "words", "ba
                   "eval_block_size": model.WINDOW, "s/token": 0, "parameters": 10 + model.MORE,
                   "state": 4, "FLOPs per token": 9, "draws": {"w": [5, "same"], "v": [5, str(model.MORE)]}}))
 """
+JUDGE = """
+import json, os, sys
+sys.path[0] = os.getcwd()
+import model
+print(json.dumps({"reported": 2.0, "plain": 2.0 + model.ADDS, "beside": 3.0, "alone": 3.0 + model.PEEKS}))
+"""
 MODEL = {"SHIFT": 0.0, "NOISE": 0.001, "SEED": "a", "DIES": False, "EDITS": "", "FAILS": "", "DATA": "d", "MORE": 0,
-         "WINDOW": 16, "DTYPE": "float32", "SLOW": 1.0}
+         "WINDOW": 16, "DTYPE": "float32", "SLOW": 1.0, "ADDS": 0.0, "PEEKS": 0.0}
 
 
 def probe(monkeypatch, repo, text=PROBE):
@@ -94,6 +100,8 @@ def repo(tmp_path, monkeypatch):
     commit(repo)
     monkeypatch.setattr(edit, "REPO", repo)
     probe(monkeypatch, repo)
+    monkeypatch.setattr(edit, "JUDGE", tmp_path / "judge.py")
+    edit.JUDGE.write_text(JUDGE)
     monkeypatch.setattr(engines.Local, "poll_seconds", 0.01)
 
     def monotonic():
@@ -266,6 +274,8 @@ REFUSED = [  # edit, arguments, words of the line
     (lambda repo: change(repo, FAILS="out of memory", SEED="b"), ["--out=out/it diverged"], "the edit does not run: "),
     (lambda repo: change(repo, DATA="other"), [], "train data of the edit: other, where runs before have d"),
     (lambda repo: change(repo, DTYPE="bfloat16"), [], "dtype of the edit: bfloat16, where runs before have float32"),
+    (lambda repo: change(repo, ADDS=0.0011), [], "its loss is 2.0000 nats, and the cross-entropy of its logits 2.0011"),
+    (lambda repo: change(repo, PEEKS=-0.5), [], "its loss is 2.5000 nats in place of 3.0000"),
     (lambda repo: change(repo, WINDOW=32), [], "eval_block_size is 16 in HEAD and 32 in the edit: give one for both"),
     (lambda repo: change(repo, SHIFT=1.0), ["/config/x.py"], "/config/x.py is not in "),
     (lambda repo: change(repo, SHIFT=1.0), ["--minutes=nan"], "--minutes=nan: expected a finite number"),
