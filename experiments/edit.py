@@ -13,8 +13,8 @@ serve the next edit, and edits.html beside them lists all that were tried.
 
 Exit codes: 0 better, 1 worse or diverges, 2 a mistake, 3 no difference above --margin, 4 undecided; of several edits,
 the first one's in the ranking. Each version trains at its config's learning rate, scaled to the width of the size.
-Schedule (wsd, to 0), budget, evaluation and seeds are set here; a config's own do not count. The loss in LM.forward is
-what is measured: leave it alone.
+Schedule (wsd, to 0), budget, evaluation and seeds are set here; a config's own do not count. A loss that is not the
+cross-entropy of the logits, and logits that read more than the tokens before, are refused (edit_judge.py).
 """
 
 import os
