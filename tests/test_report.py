@@ -741,6 +741,8 @@ def law_page(tmp_path_factory):
     (folder / "runs/plan.json").write_text(json.dumps(plan))
     (folder / "predictions.json").write_text(json.dumps({"time": "2026-11-21T00:00:00+00:00",
                                                          "predictions": predictions}))
+    held = {"command": "simulate", "forms": {"gamma": {"llama a": {"held": 3, "of": 4, "width": 0.1}}}}
+    (folder / "simulation.json").write_text(json.dumps(held))
     law_program.main([str(folder / "runs"), "--least=0.25", "--draws=4", f"--out={folder / 'report'}"])
     return folder
 
@@ -758,6 +760,7 @@ def test_the_page_of_a_law(law_page):
     assert ratio == pytest.approx((B / left) ** (1 / beta) / 2**19, rel=0.04) and low < high < 1
     assert "Of 3 predicted losses of larger sizes 2 were measured, and 1 lie in" in sentences[2]
     assert "2 are needed: not decided yet" in sentences[2] and "1 predicted losses of runs continued" in sentences[3]
+    assert "llama a | 3 of 4 (0.0500)" in re.sub(" +", " ", text)
     assert "its run began before" in text and "GLA: 460K not complete" in text and "3.5M not" not in text
     lines = (law_page / "points.csv").read_text().splitlines()
     assert lines[0].startswith("# schema 1, a line per run, by commit ") and "nats per token" in lines[0]
@@ -772,6 +775,18 @@ def test_the_page_of_a_law_of_one_family_or_none(law_page, tmp_path, monkeypatch
     text = (tmp_path / "report.md").read_text()
     assert f"cannot be told: {told} fitted" in text and "no predictions" in text
     assert ("E " in text) == ("report.png" in text) == (model == "longhorn")
+
+
+def test_predictions_are_written_once(law_page, tmp_path):
+    path = tmp_path / "new/predictions.json"
+    argv = [str(law_page / "report.json"), "longhorn", "--least=0.25", "--draws=1", f"--predict={path}"]
+    law_program.main(argv)
+    rows = json.loads(path.read_text())["predictions"]
+    places = [(row["size"], row["tokens"] >> 20) for row in rows]
+    assert places == [("130K", 28), ("460K", 28), ("3.5M", 28), ("3.5M", 16)]
+    assert all(row["low"] <= row["loss"] <= row["high"] != row["power"] for row in rows)
+    with pytest.raises(ConfigError, match="these predictions stand"):
+        law_program.main(argv)
 
 
 def test_the_notebook_draws_the_points_of_a_law(law_page):
