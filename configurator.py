@@ -17,16 +17,15 @@ run only files that you would run as programs. Nothing on the command line is ev
 `read` is for all others, whose settings may also be `--key value` and `--other-key`. There tuple[int, ...] is values
 joined by commas, list[str] several words, and a field without a default an argument without a key.
 
-Class attributes: with RENAMED = {"old_key": "new_key"} the error for an old key names the new one; with PROGRAMS =
-{"task": "program.py"} the error for a config file that sets `task = "task"` names the program to run; ARGUMENTS =
-("models",) are further fields without a key; with OTHERS = "words" unknown --key=value are put into `others`, and the
-help says `words` about them.
+Class attributes: RENAMED = {"old_key": "new_key"} is a table of common/old_names.py, by which the error for an old key
+says what to type; with PROGRAMS = {"task": "program.py"} the error for a config file that sets `task = "task"` names
+the program to run; ARGUMENTS = ("models",) are further fields without a key; with OTHERS = "words" unknown --key=value
+are put into `others`, and the help says `words` about them.
 """
 
 import builtins
 import contextlib
 import dataclasses
-import difflib
 import functools
 import math
 import numbers
@@ -40,7 +39,7 @@ import typing
 from pathlib import Path
 from typing import Annotated
 
-from common import program_help
+from common import old_names, program_help
 from common.errors import ConfigError, regular
 
 KINDS = {int: "a whole number (int)", float: "a finite number (float)", bool: "true or false (bool)",
@@ -123,8 +122,8 @@ def load(config_class, argv, prog=None):
 
     The instance gets two more attributes: `config_files`, the paths read, and `overrides`, {key: value} of every key
     that a file or the command line set. `--help` prints all keys with the config files' values and exits with 0.
-    Raises ConfigError for an unknown key, a wrong type, choice or number, an unreadable or failing file, and a
-    ValueError raised in the dataclass's __post_init__.
+    Raises ConfigError for all unknown keys, wrong types and choices at once; for a wrong number, an unreadable or
+    failing file, and a ValueError raised in the dataclass's __post_init__.
     """
     reader, config_files = Reader(config_class, argv), []
     for argument in argv:
@@ -195,43 +194,50 @@ class Reader:
         self.settings = settings(config_class)
         self.values = {name: setting.default for name, setting in self.settings.items()}
         self.overrides = {}
+        self.mistakes = []  # (file and colon, ConfigError)
         self.needed = [key for key, value in self.values.items() if value is dataclasses.MISSING]
         self.places = [*self.needed, *getattr(config_class, "ARGUMENTS", ())]  # keys of arguments without a key
 
     def set(self, key, value):
         self.values[key] = self.overrides[key] = value
 
-    def check_known(self, key, dashes="--", where=""):
-        if key in self.settings:
-            return
-        if renamed := getattr(self.config_class, "RENAMED", {}).get(key):
-            raise ConfigError(f"{where}unknown key '{dashes}{key}': it is now '{dashes}{renamed}'")
-        near = _nearest(key.replace("-", "_").lower(), self.settings, dashes)
-        helper = "" if near or dashes else "; a helper's name starts with _"
-        raise ConfigError(f"{where}unknown key '{dashes}{key}'{near or ';'} --help lists all keys{helper}")
+    @contextlib.contextmanager
+    def noting(self, where=""):
+        """Keep a mistake for the end, when all are said at once."""
+        try:
+            yield
+        except ConfigError as error:
+            self.mistakes.append((where, error))
+
+    def check_known(self, key, value):
+        row = old_names.row_of(self, key, value)
+        if key not in self.settings or row and not os.path.exists(str(value)):
+            raise old_names.Unknown(key, value)
 
     def read_key(self, key, texts):
         """Set what the texts say; none: a bool is true."""
-        self.check_known(key)
-        setting = self.settings[key]
-        if setting.kind is bool and not texts:
-            texts = ["true"]
-        if setting.many is tuple:
-            texts = [part for text in texts for part in text.split(",") if part]
-        if not texts:
-            raise ConfigError(f"--{key} needs a value, joined by '=': --{key}={self.values[key] or '...'}")
-        where = f"{key} " if key in self.places else f"--{key}="
-        new = [_convert(setting, text, where, from_text=True) for text in texts]
-        if setting.many:
-            self.set(key, tuple(dict.fromkeys([*self.overrides.get(key, ()), *new])))
-        else:
-            self.set(key, new[0])
+        with self.noting():
+            self.check_known(key, " ".join(texts) or "true")
+            setting = self.settings[key]
+            if setting.kind is bool and not texts:
+                texts = ["true"]
+            if setting.many is tuple:
+                texts = [part for text in texts for part in text.split(",") if part]
+            if not texts:
+                raise ConfigError(f"--{key} needs a value, joined by '=': --{key}={self.values[key] or '...'}")
+            where = f"{key} " if key in self.places else f"--{key}="
+            new = [_convert(setting, text, where, from_text=True) for text in texts]
+            if setting.many:
+                self.set(key, tuple(dict.fromkeys([*self.overrides.get(key, ()), *new])))
+            else:
+                self.set(key, new[0])
 
     def following(self, key, words, alone):
-        """The words after a --key that are its value, taken off `words`; alone: one at most."""
+        """The words after a --key that are its value, taken off `words`; alone, or of an unknown key: one at most."""
         texts, setting = [], self.settings.get(key)
-        if setting and setting.kind is not bool:
-            while words and not words[0].startswith("--") and (setting.many is list and not alone or not texts):
+        several = setting and setting.many is list and not alone
+        if setting is None or setting.kind is not bool:
+            while words and not words[0].startswith("--") and (several or not texts):
                 texts.append(words.pop(0))
         return texts
 
@@ -242,11 +248,13 @@ class Reader:
         if program:
             raise ConfigError(f"{path} has task = {assigned['task']!r}: python {program} {shlex.join(self.argv)}")
         for key, value in assigned.items():
-            self.check_known(key, dashes="", where=f"{path}: ")
-            self.set(key, _convert(self.settings[key], value, f"{path}: {key} = ", from_text=False))
+            with self.noting(f"{path}: "):
+                self.check_known(key, value)
+                self.set(key, _convert(self.settings[key], value, f"{key} = ", from_text=False))
 
     def finish(self, usage, about, **more):
         """The dataclass with the values, `overrides` and further attributes; or the help, if it is asked for."""
+        old_names.check(self)
         if self.help_asked:
             program_help.show(usage, about, self)
             raise SystemExit(0)
@@ -275,7 +283,7 @@ def _run_file(path, values):
         files = []
         if os.path.isdir(folder or "."):
             files = [file for file in os.listdir(folder or ".") if file.endswith(".py")]
-        near = _nearest(name, files, os.path.join(folder, ""))
+        near = old_names.nearest(name, files, os.path.join(folder, ""))
         raise ConfigError(f"{path}: {getattr(error, 'strerror', error)}{near}") from error
     # The current values are built-in names for the file, so that `names` holds only what the file itself assigns.
     known = vars(builtins) | values
@@ -302,11 +310,6 @@ def _is_helper(name, value):
     return name.startswith("_") or isinstance(value, types.ModuleType) or callable(value)
 
 
-def _nearest(word, words, prefix=""):
-    near = difflib.get_close_matches(word, words, n=1)
-    return f": did you mean '{prefix}{near[0]}'?" if near else ""
-
-
 def _convert(setting, value, where, from_text):
     """`value` as a setting's kind. Raises ConfigError, starting with `where`. `from_text`: a command-line string."""
     kind, choices = setting.kind, setting.choices
@@ -322,7 +325,7 @@ def _convert(setting, value, where, from_text):
         return _number(kind, value, from_text)
     shown = value if from_text else repr(value)[:80]
     expected = KINDS.get(kind) or f"one of {', '.join(choices)}"
-    raise ConfigError(f"{where}{shown}: expected {expected}{_nearest(str(value)[:80], choices)}")
+    raise ConfigError(f"{where}{shown}: expected {expected}{old_names.nearest(str(value)[:80], choices)}")
 
 
 def _choice(value, choices):

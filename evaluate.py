@@ -14,10 +14,8 @@ on other tasks stay there if they belong to the same checkpoint, settings and co
 evaluation/harness.py explains how contexts and texts are read.
 """
 
-if __name__ == "__main__":  # Ctrl-C during PyTorch's import ends the process without a traceback
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+if __name__ == "__main__":
+    import common.start  # noqa: F401  # before PyTorch
 
 import json
 import os

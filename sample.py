@@ -7,13 +7,12 @@
 The prompt may be far longer than the training context: it is read in chunks through the state.
 """
 
-if __name__ == "__main__":  # Ctrl-C during PyTorch's import ends the process without a traceback
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+if __name__ == "__main__":
+    import common.start  # noqa: F401  # before PyTorch
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import sys
 import time
@@ -25,7 +24,7 @@ import torch
 
 import configurator
 import families  # noqa: F401
-from common import errors
+from common import errors, old_names
 from configurator import Count, NotNegative, Range, Whole
 from data.tokenizer import Text
 from model import LM, ModelConfig, check_tokens
@@ -51,6 +50,8 @@ class SampleConfig:
     seed: Whole = 1337  # of the sampling
     vocab: str = ""  # folder with a tiktoken vocabulary's files (GPT-2: vocab.bpe, encoder.json), to need no network
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
+
+    RENAMED = old_names.SAMPLE
 
 
 def load_model(folder, device="cpu"):
@@ -199,11 +200,13 @@ def main(argv):
     for i in range(config.num_samples):
         if i:
             print("\n---")
-        sys.stdout.write(prompt)
         start = time.perf_counter()
+        said = stream(lm, idx, config.max_new_tokens, temperature=config.temperature, top_k=config.top_k or None,
+                      top_p=config.top_p, generator=generator)
+        first = list(itertools.islice(said, 2))  # kernels that read the prompt and a token are built, and have said so
+        sys.stdout.write(prompt)
         text.begin(tokens)
-        for token in stream(lm, idx, config.max_new_tokens, temperature=config.temperature, top_k=config.top_k or None,
-                            top_p=config.top_p, generator=generator):
+        for token in itertools.chain(first, said):
             sys.stdout.write(text.decode(token.item()))
             sys.stdout.flush()
         print(text.decoder.decode(b"", True))  # the rest of an incomplete character

@@ -16,10 +16,8 @@ and processes. To train something else, call `train` with your own model, data a
 does.
 """
 
-if __name__ == "__main__":  # Ctrl-C during PyTorch's import ends the process without a traceback
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+if __name__ == "__main__":
+    import common.start  # noqa: F401  # before PyTorch
 
 import dataclasses
 import math
@@ -34,13 +32,14 @@ import torch
 
 import configurator
 import families  # noqa: F401
+from common import old_names
 from common.errors import ConfigError, env_int, is_out_of_memory
 from configurator import Count, Minutes, NotNegative, Positive, Range, Seed, Whole
 from data.loader import TokenData
 from data.mixture import MixtureData, parse_mixture
 from data.prepared import Tokens, find_dataset
 from evaluation.validation import Evaluate
-from inspection.counting import computed_by, flops_per_token, left_out, parameter_count
+from inspection.counting import computed_by, cost_of_step, flops_per_token, left_out, parameter_count
 from inspection.self_check import self_check
 from model import LM, ModelConfig
 from optim import build_optimizers, decayed, set_learning_rate
@@ -48,7 +47,7 @@ from runtime import checkpoint, distributed
 from runtime.distributed import launch
 from runtime.folder import Folder
 from runtime.signals import Signals
-from runtime.telemetry import Telemetry
+from runtime.telemetry import Telemetry, in_words
 
 
 @dataclass
@@ -58,6 +57,7 @@ class TrainConfig(ModelConfig):
     resume: Literal["never", "auto", "must"] = "never"  # from the checkpoint in out_dir; auto: if any; must: or stop
     branch: str = ""  # RUN@STEP: start from that run's state after STEP, with another max_iters; see keep_steps
     init_from: str = ""  # a run's folder or a checkpoint: start from its weights only (fine-tuning)
+    eval_only: bool = False  # evaluate the weights of init_from, or else the last in out_dir, and stop
     seed: Seed = 1337  # of the initial weights and the data order
     self_check: Literal["on", "off", "only"] = "on"  # compare kernels to loops, states to sequences; only: then stop
     # --- data
@@ -93,6 +93,7 @@ class TrainConfig(ModelConfig):
     keep_steps: str = ""  # comma-separated steps whose checkpoints are kept, for --branch
     wandb: Literal["off", "online", "offline"] = "off"  # also log to Weights & Biases
     wandb_project: str = "longhorn"  # project in Weights & Biases
+    wandb_run_name: str = ""  # the run's name there; empty: that of its folder
     # --- system
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products; auto: bfloat16 if it is fast here
@@ -101,7 +102,7 @@ class TrainConfig(ModelConfig):
     recompute: Literal["none", "block", "every_other"] = "none"  # layers whose activations are recomputed in backward
     timeout_minutes: Minutes = 10.0  # how long processes wait for each other before giving up
 
-    RENAMED = {"batch_size": "micro_batch_size", "scan_backend": "backend", "kernel": "backend"}  # old key -> new key
+    RENAMED = old_names.TRAIN
     PROGRAMS = {"images": "experiments/vision/classify.py"}  # a config file's `task` -> the program that reads it
 
 
@@ -132,7 +133,7 @@ def train(config, model, data, evaluate, schedule=None):
     dtype = getattr(torch, config.dtype)
     if config.self_check == "only":
         line = self_check(model, dtype, config.compile)
-        return print(line, flush=True) if distributed.rank() == 0 else None
+        return distributed.say(line)
     with (Telemetry(config, data, device) as telemetry, Folder(config, model, data, telemetry.say) as folder,
           Signals() as signals):  # out of memory becomes one line in Folder
         telemetry.say(self_check(model, dtype, config.compile) if config.self_check == "on" else "self-check: off")
@@ -145,11 +146,14 @@ def train(config, model, data, evaluate, schedule=None):
         for step in telemetry.steps(signals):  # ends early when asked to stop
             set_learning_rate(optimizers, schedule(step, config))
             loss = 0.0
-            for x, y, weight in distributed.micro_batches(forward, config, data, step):
+            for x, y, weight in distributed.micro_batches(forward, config, data, step, signals):
                 with distributed.autocast(config, device):
                     micro_loss = forward(x, y, loss_only=True)[1] * weight
                 micro_loss.backward()
                 loss = loss + micro_loss.detach().float()
+            if signals.dropped:  # asked to stop within the step, which is done again when the run continues
+                folder.save_if_due(step - 1, None, True)
+                break
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
             loss, grad_norm = distributed.agree(loss, grad_norm, signals)  # floats, the same on every rank
             if math.isfinite(loss) and math.isfinite(grad_norm):
@@ -209,7 +213,7 @@ def decay_steps(config):
 # -------------------------------------------------------------------------------------------------------------- set-up
 
 TEXT_ONLY = {"pattern", "batch_tokens", "documents", "end_of_text", "eval_tokens", "final_eval_tokens",
-             "eval_block_size", "eval_tasks", "eval_tasks_interval"}
+             "eval_block_size", "eval_tasks", "eval_tasks_interval", "eval_only"}
 
 
 def check_not_set(config, names, words):
@@ -306,13 +310,14 @@ def build_model(config, device):
 def load_weights(model, config, data):
     """Load the weights that init_from names, unless there are none or the run resumes, and print a line that says so.
     Raises ConfigError."""
-    if not config.init_from or config.resume != "never" and checkpoint.candidates(config.out_dir):
+    place = Path(config.init_from or config.out_dir)
+    continues = config.resume != "never" and checkpoint.candidates(config.out_dir)
+    if not config.eval_only and (continues or not config.init_from):
         return
-    place = Path(config.init_from)
     paths = checkpoint.candidates(place) if place.is_dir() else [place]
     if not paths:
         raise ConfigError(f"init_from={place}: there is no checkpoint in this folder")
-    if paths[0].parent.resolve() == Path(config.out_dir).resolve():
+    if not config.eval_only and paths[0].parent.resolve() == Path(config.out_dir).resolve():
         raise ConfigError(f"init_from={place} is in out_dir, where this run's checkpoints go: choose another out_dir")
     origin, weights, meta, damaged = checkpoint.load_first(paths, weights=True)
     for key in ("tokenizer", "table"):
@@ -332,9 +337,8 @@ def load_weights(model, config, data):
         raise ConfigError("; ".join([f"{origin}: its weights do not fit this model: {wrong}", *changed]))
     with checkpoint.fitting(origin):
         model.load_state_dict(weights)
-    if distributed.rank() == 0:
-        skipped = [f"skipped: {line}" for line in damaged]
-        print("; ".join([*skipped, f"weights from {origin} (step {step})", *changed]), flush=True)
+    skipped = [f"skipped: {line}" for line in damaged]
+    distributed.say("; ".join([*skipped, f"weights from {origin} (step {step})", *changed]))
 
 
 def main(argv):
@@ -351,6 +355,12 @@ def main(argv):
         raise ConfigError(f"eval_block_size {config.eval_block_size}: {config.model} has positions up to block_size "
                           f"{config.block_size}")
     load_weights(model, config, data)
+    if config.eval_only:
+        metrics = Evaluate(config, data)(model, final=True)
+        metrics.pop("compare_loss", None)  # over fewer windows
+        distributed.say(in_words(metrics))
+        return
+    distributed.say(cost_of_step(model, config.batch_tokens))
     train(config, model, data, Evaluate(config, data))
 
 

@@ -32,23 +32,23 @@ class Evaluate:
             self.text = Text(data.meta["tokenizer"], data.meta.get("table"))
 
     def __call__(self, model, final=False):
-        """{"val_loss": nats per token, "val_tokens"}; the final evaluation adds bits per byte, loss and tokens of each
-        document (a window belongs to the document it begins in), and "compare_loss", the loss over the windows of the
-        other evaluations, if the final windows differ from them."""
-        if not final:
-            loss, _, tokens = self.loss(model, [self.windows])
-            return {"val_loss": loss, "val_tokens": sum(tokens)}
-        loss, losses, tokens = self.loss(model, by_document(self.final_windows, self.data))
+        """{"val_loss": nats per token, "val_tokens", "val_bits_per_byte": where the data know their bytes}; the final
+        evaluation adds loss and tokens of each document (a window belongs to the document it begins in), and
+        "compare_loss", the loss over the windows of the other evaluations, if the final windows differ from them."""
+        parts = by_document(self.final_windows, self.data) if final else [self.windows]
+        loss, losses, tokens = self.loss(model, parts)
         metrics = {"val_loss": loss, "val_tokens": sum(tokens)}
+        size = bytes_per_token(self.data)
+        if size:
+            metrics["val_bits_per_byte"] = loss / math.log(2) / size
+        if not final:
+            return metrics
         if not np.array_equal(self.final_windows, self.windows):
             metrics["compare_loss"] = self.loss(model, [self.windows])[0]
         metrics["val_document_tokens"] = tokens
         metrics["val_document_losses"] = [round(nats, 6) if math.isfinite(nats) else None for nats in losses]
-        size = bytes_per_token(self.data)
-        if size:
-            metrics["val_bits_per_byte"] = loss / math.log(2) / size
-            if self.data.meta.get("xz9_bits_per_byte"):
-                metrics["xz9_bits_per_byte"] = self.data.meta["xz9_bits_per_byte"]
+        if size and self.data.meta.get("xz9_bits_per_byte"):
+            metrics["xz9_bits_per_byte"] = self.data.meta["xz9_bits_per_byte"]
         return metrics
 
     @torch.no_grad()

@@ -415,8 +415,6 @@ def find_rates(preset, folder, go, plan_only=False):
     return rates, found
 
 
-# Fitted to a sweep on one core of an AMD EPYC (Zen 4) per run, shared with other work; a quiet Zen 5 takes half.
-CPU_SECONDS_PER_TOKEN, CPU_SECONDS_PER_FLOP = 3.9e-5, 1.12e-11
 START_SECONDS = 8.0  # imports, the check at the start, the evaluation
 
 
@@ -440,7 +438,7 @@ def estimate(cells):
     import torch
 
     import families  # noqa: F401
-    from inspection.counting import flops_per_token, parameter_count
+    from inspection.counting import cpu_seconds, flops_per_token, parameter_count
     from model import LM, ModelConfig
 
     models = {}  # (family, size): a model without memory
@@ -461,7 +459,7 @@ def estimate(cells):
         c.at["parameters"] = parameter_count(models[key])["total"]
         c.at["tokens"] = config.max_iters * config.batch_tokens
         c.at["flops"] = flops_per_token(models[key])["total"] * trained
-        c.seconds = START_SECONDS + CPU_SECONDS_PER_FLOP * c.at["flops"] + CPU_SECONDS_PER_TOKEN * trained
+        c.seconds = START_SECONDS + cpu_seconds(c.at["flops"], trained)
 
 
 def whole_path(setting):

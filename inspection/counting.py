@@ -123,6 +123,26 @@ def flops_per_token(model, T=None):
     return {"forward": forward, "backward": 2 * forward, "total": 3 * forward}
 
 
+# Fitted to a sweep on one core of an AMD EPYC (Zen 4) per run, shared with other work; a quiet Zen 5 takes half.
+CPU_SECONDS_PER_TOKEN, CPU_SECONDS_PER_FLOP = 3.9e-5, 1.12e-11
+
+
+def cpu_seconds(flops, tokens):
+    """The time that training takes on one core."""
+    return CPU_SECONDS_PER_FLOP * flops + CPU_SECONDS_PER_TOKEN * tokens
+
+
+def cost_of_step(model, tokens):
+    """A line about a step of so many tokens that takes minutes on a CPU, with the way out; else ""."""
+    flops = flops_per_token(model)["total"] * tokens
+    threads = torch.get_num_threads()
+    minutes = cpu_seconds(flops, tokens) / threads / 60
+    if next(model.parameters()).device.type != "cpu" or minutes < 1:
+        return ""
+    return (f"a step of {tokens:,} tokens costs {flops:.2g} FLOPs, about {minutes:,.0f} minutes on {threads} core(s); "
+            "made for a laptop: python train.py config/longhorn_laptop.py")
+
+
 def parameter_count(model):
     """{part: parameters}: each class of mixers, norms, positions, the embedding (tied with the head), others and the
     total. A model's `rest` is the name of all that is not of mixers, norms and positions."""

@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from common.errors import ConfigError, env_int, is_out_of_memory, main_error
 from common.torch_private import allow_graphs, average_gradients
 from kernels.ops import same_documents
+from runtime import checkpoint as saved
 from runtime import records
 
 EXIT_RETRYABLE = 75  # EX_TEMPFAIL of sysexits.h
@@ -65,6 +66,13 @@ def launch(prog, main):
 
 def rank():
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def say(line):
+    """Print a line on rank 0, unless it is empty."""
+    if line and rank() == 0:
+        with contextlib.suppress(OSError):  # stdout may go to a file on a full disk
+            print(line, flush=True)
 
 
 def world_size():
@@ -341,12 +349,22 @@ def fits(model, config, data, parameters, reserved_bytes):
         return False
 
 
-def micro_batches(forward, config, data, step):
+def micro_batches(forward, config, data, step, signals):
     """Yields this process's (x, y, weight). Only the backward of the last one averages gradients over processes. Raises
-    ConfigError after the first step if weights are no shares."""
+    ConfigError after the first step if weights are no shares.
+
+    A process that is alone and asked to stop drops the step: it sets signals.dropped, and random generators are as they
+    were before the step. Not if the model has buffers, which its forward may have changed.
+    """
+    before = saved.rng_state()
+    may_drop = world_size() == 1 and next(forward.buffers(), None) is None
     batches = iter(data.micro_batches(step, rank(), world_size(), config.micro_batch_size))
     batch, shares = next(batches), []
     while batch is not None:
+        if signals.requested and may_drop:
+            saved.set_rng_state(before)
+            signals.dropped = True
+            return
         following = next(batches, None)
         if step == 0:
             shares.append((batch[2], targets_in(batch[1]) if batch[2] else 0, batch[0].device))

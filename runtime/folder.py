@@ -28,7 +28,8 @@ from runtime.distributed import resume_command
 MAY_CHANGE_ON_RESUME = {
     "out_dir", "resume", "micro_batch_size", "auto_micro_batch", "eval_interval", "eval_tokens", "final_eval_tokens",
     "eval_block_size", "eval_tasks", "eval_tasks_interval", "log_interval", "checkpoint_interval",
-    "keep_checkpoints", "keep_steps", "wandb", "wandb_project", "device", "compile", "parallel", "recompute",
+    "keep_checkpoints", "keep_steps", "wandb", "wandb_project", "wandb_run_name", "device", "compile", "parallel",
+    "recompute",
     "max_bad_steps", "backend", "loss_from_logits", "self_check", "timeout_minutes",
     "workers",  # of image runs
     "branch",  # used only if there is no checkpoint
@@ -138,7 +139,7 @@ class Folder:
         if self.continues or config.branch:
             path, meta, found.notes = self.restore_first(checkpoints, schedule)
             found.step = meta["step"]
-        self.saved_step = found.step
+        self.saved_step = found.step if self.continues else 0
         self.check_ranks_agree(found.step)
         if found.step > 0 and self.progress.at_end(found.step) and (self.out / "result.json").exists():
             if self.is_result_of(meta):
@@ -311,7 +312,7 @@ class Folder:
         interval, done = self.config.checkpoint_interval, step + 1
         last = stopping or self.progress.at_end(done)
         due = done % interval == 0 if interval else val_loss is not None
-        if last or due or done in self.kept_steps:
+        if done > self.saved_step and (last or due or done in self.kept_steps):
             self.data.check_unchanged()
             self.save(done, val_loss)
         if last and self.is_main and self.saved_step < done:

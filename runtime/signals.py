@@ -1,25 +1,31 @@
-"""On SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 (Slurm's warning) a run finishes the step, saves and exits; on a second SIGINT
-it exits at once."""
+"""On SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 (Slurm's warning) a run says at once that it finishes the micro-batch, or with
+several processes the step; then it saves and exits. On a second SIGINT or SIGTERM it exits at once."""
 
 import contextlib
 import os
+import select
 import signal
 import threading
 import time
 
+# What comes within it is one request: `timeout` signals a process and then its group.
+ONE_REQUEST_SECONDS = 0.05
+# They send SIGTERM again and again; only a SIGINT ends their processes at once.
+MANAGERS = {"TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"}
+
 
 class Signals:
-    """`with Signals() as signals`: the first signal asks to finish the step, a SIGINT after it ends the process. A
-    thread watches for the second, because Python's own handlers wait until a collective returns.
+    """`with Signals() as signals`: the first signal asks to stop, a second one ends the process. A thread answers,
+    because Python's own handlers wait until an operation of PyTorch or a collective returns.
 
     requested: this process was asked to stop. stopping: any process was; `agree` (runtime/distributed.py) sets it on
-    all of them, so that they stop after the same step.
+    all of them, so that they stop after the same step. dropped: a process that is alone has left its step.
     """
 
     asked_at = None  # when a signal came, of this process's current Signals, see data/images.py
 
     def __init__(self):
-        self.requested = self.stopping = False
+        self.requested = self.stopping = self.dropped = False
         Signals.asked_at = None
 
     def __enter__(self):
@@ -35,13 +41,27 @@ class Signals:
         self.requested, Signals.asked_at = True, Signals.asked_at or time.monotonic()
 
     def listen(self, reader):
+        """Answer signals, whose numbers come from a pipe, until its other end is closed."""
+        ends = {signal.SIGINT, signal.SIGTERM}
+        second = "one"
+        if MANAGERS & os.environ.keys():
+            ends, second = {signal.SIGINT}, "Ctrl-C"
         asked = False
-        while numbers := os.read(reader, 1):
-            if asked and numbers[0] == signal.SIGINT:
-                with contextlib.suppress(OSError):
-                    os.write(2, b"interrupted at once: nothing saved since the last checkpoint\n")
-                os._exit(130)  # sys.exit would wait for other processes
-            asked = asked or numbers[0] in self.before
+        while True:
+            select.select([reader], [], [])
+            time.sleep(ONE_REQUEST_SECONDS)
+            numbers = os.read(reader, 4096)
+            if not numbers:
+                break
+            for number in self.before.keys() & numbers:
+                if asked and number in ends:
+                    write("interrupted at once: nothing saved since the last checkpoint")
+                    os._exit(128 + number)  # sys.exit would wait for other processes
+            if not asked and self.before.keys() & numbers:
+                asked = True
+                name = signal.Signals(numbers[0]).name
+                write(f"{name}: the run stops after this micro-batch (of several processes: this step; or an "
+                      f"evaluation) and saves; a second {second} ends it at once")
         os.close(reader)
 
     def __exit__(self, kind, error, trace):
@@ -52,3 +72,11 @@ class Signals:
                 signal.signal(number, handler)
             signal.set_wakeup_fd(-1)
             os.close(self.writer)  # ends the thread
+
+
+def write(line):
+    """A line on stderr, below a progress bar if there is one; once per machine."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        start = "\n" if os.isatty(2) else ""
+        with contextlib.suppress(OSError):
+            os.write(2, f"{start}{line}\n".encode())

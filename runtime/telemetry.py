@@ -1,6 +1,5 @@
 """A run's output: log.jsonl, the screen, speed, loss.png, Weights & Biases, result.json (see records.py)."""
 
-import contextlib
 import dataclasses
 import math
 import re
@@ -58,8 +57,7 @@ class Telemetry:
         if self.bar is not None:
             self.bar.write(text)
         else:
-            with contextlib.suppress(OSError):  # stdout may go to a file on a full disk
-                print(text, flush=True)
+            distributed.say(text)
 
     def open(self, found, mixed_by, about_model=()):
         """Begin where `found` (see folder.py) says, with a summary of the run, whose tokens are mixed_by an operator,
@@ -82,7 +80,8 @@ class Telemetry:
         """A resumed run keeps its id."""
         self.progress.wandb_id = self.progress.wandb_id or uuid.uuid4().hex[:8]
         settings = {**dataclasses.asdict(self.config), **found.derived}
-        self.wandb.init(project=self.config.wandb_project, name=self.out.name, mode=self.config.wandb, dir=self.out,
+        name = self.config.wandb_run_name or self.out.name
+        self.wandb.init(project=self.config.wandb_project, name=name, mode=self.config.wandb, dir=self.out,
                         config=settings, id=self.progress.wandb_id, resume="allow")
 
     def summary(self, mixed_by):
@@ -197,8 +196,10 @@ class Telemetry:
                 self.draw()
             return None
         if not self.progress.at_end(self.done):
-            self.say(f"stopped after step {self.done} of {self.config.max_iters} and saved "
-                     f"{self.out / checkpoint.NEWEST}; continue with: {resume_command('--resume=auto')}")
+            where = f"after step {self.done} of {self.config.max_iters} and saved {self.out / checkpoint.NEWEST}"
+            if self.done == 0:
+                where = "in the first step, before there was anything to save"
+            self.say(f"stopped {where}; continue with: {resume_command('--resume=auto')}")
             return None
         if self.metrics is None:
             self.log_evaluation(self.done - 1, evaluate())

@@ -21,6 +21,8 @@ import configurator
 from common import errors
 from common.errors import ConfigError
 from configurator import load
+from sample import SampleConfig
+from train import TrainConfig
 
 ROOT = os.path.dirname(os.path.abspath(configurator.__file__))
 
@@ -79,8 +81,8 @@ def test_command_line_value(argument, key, expected):
 MISTAKES = [  # an argument, or what a config file says; how the line begins, {} for the name of the file
     ("--learning_rte=3", "unknown key '--learning_rte': did you mean '--learning_rate'? --help lists all keys"),
     ("--learning-rate=3", "unknown key '--learning-rate': did you mean '--learning_rate'?"),
-    ("--batch_size=3", "unknown key '--batch_size': it is now '--batch_tokens'"),
-    ("--RENAMED=3", "unknown key '--RENAMED': did you mean '--name'?"),
+    ("--batch_size=3", "unknown key '--batch_size': type --batch_tokens=3"),
+    ("--RENAMED=3", "unknown key '--RENAMED'; --help lists all keys"),
     ("--qqq=3", "unknown key '--qqq'; --help lists all keys"),
     ("--", "unknown key '--'; --help lists all keys"),
     ("--n_layer", "--n_layer needs a value, joined by '=': --n_layer=12"),
@@ -96,9 +98,9 @@ MISTAKES = [  # an argument, or what a config file says; how the line begins, {}
      "config/longhron_120m.py: No such file or directory: did you mean 'config/longhorn_120m.py'?"),
     ("no/such.py", "no/such.py: No such file or directory"), ("config/pipe.py", "config/pipe.py: not a regular file"),
     (f"{'x' * 256}.py", f"{'x' * 256}.py: File name too long"),
-    ("learning_rte = 3", "{}: unknown key 'learning_rte': did you mean 'learning_rate'? --help lists all keys"),
-    ("batch_size = 3", "{}: unknown key 'batch_size': it is now 'batch_tokens'"),
-    ("qqq = 3", "{}: unknown key 'qqq'; --help lists all keys; a helper's name starts with _"),
+    ("learning_rte = 3", "{}: unknown key 'learning_rte': did you mean 'learning_rate'?; unknown key '--a'"),
+    ("batch_size = 3", "{}: unknown key 'batch_size': type batch_tokens = 3"),
+    ("qqq = 3", "{}: unknown key 'qqq' (a helper's name starts with _); unknown key '--a'; --help lists all"),
     ("n_layer = True", "{}: n_layer = True: expected a whole number (int)"),
     ("dropout = '0.1'", "{}: dropout = '0.1': expected a finite number (float)"),
     ("dropout = 10**400", f"{{}}: dropout = 1{'0' * 79}: expected a finite number (float)"),
@@ -126,6 +128,100 @@ def test_mistakes_get_one_line(file, monkeypatch, given, expected):
         load(Config, argv)
     line = str(info.value)
     assert "\n" not in line and len(line) < 600 and line.startswith(expected.replace("{}", argv[0])), line
+
+
+SHAKESPEARE = """out_dir = 'out-shakespeare-char'
+eval_interval = 250 # keep frequent because we'll overfit
+eval_iters = 200
+log_interval = 10 # don't print too too often
+always_save_checkpoint = False
+wandb_log = False # override via command line if you like
+wandb_project = 'shakespeare-char'
+wandb_run_name = 'mini-gpt'
+dataset = 'shakespeare_char'
+gradient_accumulation_steps = 1
+batch_size = 64
+block_size = 256 # context of up to 256 previous characters
+n_layer = 6
+n_head = 6
+n_embd = 384
+dropout = 0.2
+learning_rate = 1e-3 # with baby networks can afford to go a bit higher
+max_iters = 5000
+lr_decay_iters = 5000 # make equal to max_iters usually
+min_lr = 1e-4 # learning_rate / 10 usually
+beta2 = 0.99 # make a bit bigger because number of tokens per iter is small
+warmup_iters = 100 # not super necessary potentially
+"""  # nanoGPT's config/train_shakespeare_char.py
+
+
+def answers(config_class, argv):
+    """What the one line says about each key that is unknown, or whose value is."""
+    with pytest.raises(ConfigError) as caught:
+        load(config_class, argv)
+    return str(caught.value).removesuffix(" --help lists all keys").split("; ")
+
+
+def test_a_config_of_nanogpt_says_what_to_type_for_every_key(file):
+    path = file(SHAKESPEARE)
+    typed = {line.split("'")[1]: line.partition(": type ")[2] for line in answers(TrainConfig, [path])}
+    assert typed == {
+        "eval_iters": "eval_tokens = 3276800", "gradient_accumulation_steps": "batch_tokens = 16384", "dropout": "",
+        "batch_size": "micro_batch_size = 64", "always_save_checkpoint": "", "wandb_log": "", "lr_decay_iters": ""}
+    lines = [typed.get(line.split()[0], line) for line in SHAKESPEARE.splitlines()]
+    config = load(TrainConfig, [file("\n".join(lines))])
+    assert (config.batch_tokens, config.wandb_run_name, config.min_lr) == (16384, "mini-gpt", 1e-4)
+    on_a_laptop = ["--eval_iters=20", "--block_size=64", "--batch_size=12", "--dropout=0.0", "--device=mps"]
+    tokens, rows, dropout, device = answers(TrainConfig, on_a_laptop)
+    assert "type --eval_tokens=15360" in tokens and "type --device=cpu" in device
+
+
+# Another program's setting with a value, and words of the answer here.
+ABROAD = """
+train.py --init_from=resume   type --resume=must
+train.py --init_from=scratch  leave it out
+train.py --init_from=gpt2-xl  export.py
+train.py --lr=3e-4            type --learning_rate=3e-4
+train.py --epochs=3           max_iters = epochs x
+train.py --start=Once         sample.py's --prompt
+train.py --bias=True          has no counterpart
+train.py --decay_lr=False     type --schedule=constant
+train.py --wandb_log=True     type --wandb=online
+train.py --backend=nccl       leave it out
+train.py --dtype=float16      type --dtype=bfloat16
+train.py --num_steps=9        type --max_iters=9
+train.py --d_model=64         type --n_embd=64
+sample.py --start=Once        type --prompt=Once
+sample.py --start=FILE:a.txt  give --prompt=@FILE
+sample.py --init_from=gpt2    export.py
+sample.py --dtype=float16     has no counterpart
+"""
+
+
+def test_old_names_are_answered_all_at_once():
+    for program, config_class in (("train.py", TrainConfig), ("sample.py", SampleConfig)):
+        rows = [line.split(maxsplit=2)[1:] for line in ABROAD.strip().splitlines() if line.startswith(program)]
+        lines = answers(config_class, [argument for argument, _ in rows])
+        assert all(words in line for (_, words), line in zip(rows, lines, strict=True)), lines
+    assert load(TrainConfig, ["--backend=cpu", "--init_from=."]).init_from == "."  # a folder may have any name
+
+
+def test_a_table_of_old_names_knows_only_settings_that_there_are():
+    for config_class in (TrainConfig, SampleConfig):
+        for name, row in config_class.RENAMED.items():
+            row = row[0] if isinstance(row, tuple) else row
+            if " " not in row:
+                assert load(config_class, [f"--{row}"] if "=" in row else []), name
+                assert row.partition("=")[0] in configurator.settings(config_class), name
+            assert "=" in name or name not in configurator.settings(config_class), name
+
+
+def test_a_guess_is_a_key_that_is_spelled_nearly_so():
+    unlike = ["--max_good_steps=3", "--eval_batch_size=4", "--keep=3", "--loss=4", "--beta3=4"]
+    assert not any("did you mean" in line for line in answers(TrainConfig, unlike))
+    for line, key in zip(answers(TrainConfig, ["--n_embdd=1", "--weight-decy=1"]), ("n_embd", "weight_decay"),
+                         strict=True):
+        assert f"did you mean '--{key}'?" in line
 
 
 def test_later_wins_and_files_see_the_values_so_far(file):
@@ -183,7 +279,7 @@ train.py --min_lr=-0.5                           min_lr -0.5 must be at least 0,
 train.py --warmup_iters=-2                       warmup_iters -2 must be at least 0, or -1, its default
 train.py --beta1=1                               beta1 1.0 must be below 1
 train.py --beta2=-0.1                            beta2 -0.1 must be at least 0
-train.py --batch_size=8                          unknown key '--batch_size': it is now '--micro_batch_size'
+train.py --batch_size=8                          unknown key '--batch_size': type --micro_batch_size=8
 train.py --keep_steps=3,x                        keep_steps 3,x: expected comma-separated step numbers
 train.py --min_lr=1                              min_lr 1.0 is above learning_rate 0.0006
 train.py --warmup_iters=9 --max_iters=9          warmup_iters 9 must be below max_iters 9
@@ -205,7 +301,7 @@ evaluate.py                                      give a run's folder: python eva
 evaluate.py a --include=none                     include none: there is no such folder
 evaluate.py --limit=-1                           limit -1 must be at least 0
 evaluate.py --batch_tokens=0                     batch_tokens 0 must be at least 1
-export.py --dtype=float8                         expected one of float32, bfloat16, float16: did you mean
+export.py --dtype=float8                         expected one of float32, bfloat16, float16
 export.py --out_dir=a                            give --out_dir and either --to
 export.py --out_dir=a --to=a --from_hf=b         give --out_dir and either --to
 export.py --to=a                                 give --out_dir and either --to
@@ -394,6 +490,28 @@ for program in programs:
         print(program, error, file=sys.stderr)
     os._exit(1)
 """
+
+
+@pytest.mark.parametrize("given, kept", [({}, ["3000", "1", None]), ({"GOMP_SPINCOUNT": "7"}, ["7", None, None]),
+                                         ({"OMP_WAIT_POLICY": "active"}, [None, None, "active"])])
+def test_threads_do_not_spin_for_long_unless_someone_has_said_so(given, kept):
+    """Before PyTorch is imported, whose library of threads reads it then."""
+    names = "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY"
+    code = f"""
+import os, runpy, sys
+class Finder:
+    def find_spec(self, name, *how):
+        if name == "torch":
+            print([os.environ.get(key) for key in {names}])
+            os._exit(0)
+sys.meta_path.insert(0, Finder())
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+    environment = {key: text for key, text in os.environ.items() if key not in names}
+    for program in ("train.py", "sample.py", "evaluate.py"):
+        done = subprocess.run([sys.executable, "-c", code, program], cwd=ROOT, env={**environment, **given},
+                              capture_output=True, text=True)
+        assert done.stdout == f"{kept}\n", done.stderr
 
 
 @pytest.mark.parametrize("as_module, programs", [("", PROGRAMS), ("yes", ["experiments/objectives.py"])])

@@ -20,6 +20,7 @@ from common.errors import ConfigError
 from model import LM
 from runtime import checkpoint, distributed, records
 from runtime.folder import Folder
+from runtime.signals import Signals
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MIXED = {**TINY, "pattern": "mamba,llama,rwkv", "n_layer": 3, "vocab_size": 257, "max_iters": 6, "eval_interval": 3,
@@ -159,10 +160,10 @@ def test_weights_are_shares_of_the_targets(weights, right):
     batches = [(torch.zeros(1, 4), torch.tensor([y]), w) for y, w in zip(([5, -1, 0, 2], [-1, -1, 1, -1]), weights,
                                                                          strict=True)]
     data = SimpleNamespace(micro_batches=lambda *args: batches)
-    config = SimpleNamespace(parallel="ddp", micro_batch_size=1)
-    assert len(list(distributed.micro_batches(None, config, data, 1))) == 2
+    how = torch.nn.Linear(1, 1), SimpleNamespace(parallel="ddp", micro_batch_size=1), data
+    assert len(list(distributed.micro_batches(*how, 1, Signals()))) == 2
     with contextlib.nullcontext() if right else pytest.raises(ConfigError, match="weight of 3 targets .* of 4 in"):
-        list(distributed.micro_batches(None, config, data, 0))
+        list(distributed.micro_batches(*how, 0, Signals()))
 
 
 @pytest.mark.parametrize("recompute, forwards", [("none", [1, 1, 1]), ("block", [2, 2, 2]), ("every_other", [2, 1, 2])])

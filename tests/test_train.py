@@ -54,6 +54,7 @@ from helpers import (
 import configurator
 import train
 from common import errors
+from common.errors import ConfigError
 from data import loader, prepared, writer
 from evaluation.validation import by_document
 from experiments.vision import classify
@@ -257,6 +258,10 @@ def test_bits_per_byte_of_tokens_that_are_not_bytes(data, out, tmp_path, bytes_o
     succeed(arguments(folder, out, max_iters=1))
     expected = record(out)["val_loss"] / math.log(2) / (bytes_of_val / 700) if bytes_of_val else None
     assert record(out).get("val_bits_per_byte") == (expected and pytest.approx(expected))
+    succeed(arguments(folder, out, max_iters=6, final_eval_tokens=64))
+    [first, _] = events(out, "eval").values()
+    expected = first["val_loss"] / math.log(2) / (bytes_of_val / 700) if bytes_of_val else None
+    assert first.get("val_bits_per_byte") == (expected and pytest.approx(expected))
 
 
 def test_only_a_runs_own_files_are_moved_aside(data, tmp_path, monkeypatch):
@@ -728,6 +733,51 @@ def test_ctrl_c_while_pytorch_is_imported(data, out, start):
     assert process.wait(600) == -signal.SIGINT and process.said() == ""
 
 
+@pytest.mark.parametrize("first, second", [(signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)])
+def test_a_signal_is_answered_while_an_operation_blocks_python(data, out, start, first, second):
+    """No line of Python runs in the main thread between the two signals."""
+    held = ("import ctypes, os, runpy, sys, model\n"
+            "class Held(model.LM):\n"
+            "    def forward(self, *args, **how):\n"
+            f"        os.kill(os.getpid(), {first:d})\n"
+            "        while True: ctypes.CDLL(None).pause()\n"
+            "model.LM, sys.argv = Held, sys.argv[1:]\n"
+            "runpy.run_path(sys.argv[0], run_name='__main__')\n")
+    argv = arguments(data, out)
+    succeed(argv)
+    before = (out / "checkpoint.safetensors").read_bytes()
+    process = start([sys.executable, "-c", held, "train.py", *argv, "--max_iters=13", "--schedule=constant"],
+                    PYTHONPATH=str(ROOT))
+    while "stops after this micro-batch" not in process.said():
+        assert process.alive(), process.said()
+        time.sleep(0.01)
+    assert f"\n{first.name}: the run stops" in f"\n{process.said()}"
+    process.send_signal(second)
+    assert process.wait(600) == 128 + second and "interrupted at once" in process.said()
+    assert (out / "earlier-1" / "checkpoint.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("call, done", [(8, 2), (9, 3), (2, 0)])
+def test_a_step_is_left_after_the_micro_batch_and_done_again(data, out, tmp_path, call, done):
+    """Three micro-batches a step; the model draws random numbers in each. Nothing is saved of a first step."""
+    def noisy(at=None):
+        def act(n, lm, loss):
+            if n == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return loss * (1 + 0.1 * torch.rand(()).item())
+        return acting(act)
+
+    small = {"micro_batch_size": 4, "max_iters": 5, "resume": "auto"}
+    succeed(arguments(data, tmp_path / "undisturbed", **small), LM=noisy())
+    said = succeed(arguments(data, out, **small), LM=noisy(call)).out
+    words = f"stopped after step {done} of 5 and saved {out}/checkpoint.safetensors; continue"
+    if not done:
+        words = "stopped in the first step, before there was anything to save; continue"
+    assert words in said and (out / "checkpoint.safetensors").exists() == (done > 0)
+    succeed(arguments(data, out, **small), LM=noisy())
+    assert_same_run(out, tmp_path / "undisturbed")
+
+
 # -------------------------------------------------------------------- what stops a run: numbers, data, memory, settings
 
 @pytest.mark.parametrize("how", ["loss", "gradient"])
@@ -1018,24 +1068,53 @@ def test_help_lists_every_key():
 
 
 def test_what_wandb_is_given(data, tmp_path, monkeypatch):
-    """Only where it is wanted: the run under its folder's name, and the losses that the log has."""
+    """Only where it is wanted: the run under the name that is given, or its folder's, and the losses of the log."""
     wandb = mock.Mock(summary={})
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     argv = lambda name, **how: arguments(data, tmp_path / name, max_iters=4, final_eval_tokens=64, **how)
     succeed(argv("quiet"))
     assert not wandb.mock_calls
-    succeed(argv("loud", wandb="offline", wandb_project="p"))
+    succeed(argv("loud", wandb="offline", wandb_project="p", wandb_run_name="mine"))
     how = wandb.init.call_args.kwargs
-    assert (how["name"], how["project"], how["mode"], how["config"]["seed"]) == ("loud", "p", "offline", 1337)
+    assert (how["name"], how["project"], how["mode"], how["config"]["seed"]) == ("mine", "p", "offline", 1337)
     for step, e in events(tmp_path / "loud").items():
         wandb.log.assert_any_call({key: v for key, v in e.items() if key not in ("event", "step")}, step=step)
     assert wandb.finish.called and wandb.summary == record(tmp_path / "loud")
     succeed(argv("twice", wandb="offline"), LM=stops_at(3))
     succeed(argv("twice", wandb="offline", resume="auto"))
     succeed(argv("branch", wandb="offline", branch=f"{tmp_path / 'twice'}@4"))
+    assert wandb.init.call_args.kwargs["name"] == "branch"
     other, first, again, branch = (call.kwargs for call in wandb.init.call_args_list)
     assert first["id"] == again["id"] != other["id"] and again["resume"] == "allow"
     assert branch["id"] != first["id"]
+
+
+def test_eval_only_says_the_loss_of_the_weights_and_touches_nothing(whole, data, out):
+    """Of this run's last checkpoint, or of those that init_from names."""
+    result = record(whole)
+    content = sorted(path.name for path in whole.iterdir())
+    for argv in (arguments(data, whole, eval_only="true"), arguments(data, out, eval_only="true", init_from=whole)):
+        origin, line = succeed(argv).out.splitlines()
+        assert origin == f"weights from {whole / 'checkpoint.safetensors'} (step 12)"
+        assert line == (f"val_loss {result['val_loss']:.4f}  val_tokens {result['val_tokens']}  "
+                        f"val_bits_per_byte {result['val_bits_per_byte']:.4f}")
+    assert not out.exists() and sorted(path.name for path in whole.iterdir()) == content
+    refuse(arguments(data, out, eval_only="true"), f"{out}: No such file")
+
+
+def test_a_step_that_takes_minutes_on_a_cpu_is_said_before_it_begins(data, out):
+    """1.12e-11 s a FLOP and 3.9e-5 s a token on a core; a weight of a linear map costs 6 FLOPs a token."""
+    argv = arguments(data, out, n_layer=4, n_embd=512, batch_tokens=128000, self_check="on", model="llama")
+    with mock.patch("inspection.self_check.self_check", side_effect=ConfigError("it begins")):
+        said = run(argv)
+        small = run(arguments(data, out, self_check="on"))
+    assert "it begins" in said.err and "it begins" in small.err and small.out == ""
+    begin = r"a step of 128,000 tokens costs (\S+) FLOPs, about (\d+) minutes"
+    flops, minutes = re.match(begin, said.out).groups()
+    per_token = float(flops) / 128000
+    assert 6 < per_token / (4 * 12 * 512**2 + 256 * 512) < 7
+    assert float(minutes) == pytest.approx((1.12e-11 * float(flops) + 3.9e-5 * 128000) / 60, abs=0.6)
+    assert "python train.py config/longhorn_laptop.py" in said.out
 
 
 @pytest.mark.parametrize("module, words", [
