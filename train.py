@@ -311,9 +311,9 @@ def load_weights(model, config, data):
     """Load the weights that init_from names, unless there are none or the run resumes, and print a line that says so.
     Raises ConfigError."""
     place = Path(config.init_from or config.out_dir)
-    continues = config.resume != "never" and checkpoint.candidates(config.out_dir)
-    if not config.eval_only and (continues or not config.init_from):
-        return
+    if not config.eval_only:
+        if not config.init_from or config.resume != "never" and checkpoint.candidates(config.out_dir):
+            return
     paths = checkpoint.candidates(place) if place.is_dir() else [place]
     if not paths:
         raise ConfigError(f"init_from={place}: there is no checkpoint in this folder")

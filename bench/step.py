@@ -40,12 +40,12 @@ import configurator  # noqa: E402
 from bench import measure  # noqa: E402
 from bench.measure import DTYPES, LeftOut, Threads, imported, in_one_line, or_dash  # noqa: E402
 from common.errors import ConfigError, main_error  # noqa: E402
+from common.gpus import peak_flops  # noqa: E402
 from configurator import Count, Seconds  # noqa: E402
 from inspection.counting import flops_per_token  # noqa: E402
 from model import FAMILIES, LM, ModelConfig  # noqa: E402
 from optim import build_optimizers  # noqa: E402
 from runtime.distributed import keep_freed_memory, parallelize  # noqa: E402
-from runtime.telemetry import peak_flops  # noqa: E402
 from tools.parameters import SIZES  # noqa: E402
 from train import TrainConfig  # noqa: E402
 

@@ -6,7 +6,7 @@
     python experiments/sweep.py night                     nine families, three sizes, three budgets: a night
     python experiments/sweep.py law                       seven families, five sizes, six budgets: days on two cores;
                                                           on GPUs 8M to the paper's 120M (law_gpu)
-    python experiments/sweep.py paper --dry-run           the paper's 24 cells, with their torchrun lines
+    python experiments/sweep.py paper --dry-run --gpus=8 --gpu=H100      the paper's 24 cells, planned on any machine
     python experiments/sweep.py report out/duel_longhorn_mamba           from the records alone
 
 Stop it at any moment: the same command resumes. More seeds, sizes, budgets or families join the same folder, and what
@@ -38,7 +38,7 @@ from common.errors import ConfigError  # noqa: E402
 from configurator import Count  # noqa: E402
 from experiments.compare import best_rate  # noqa: E402
 from experiments.records import KINDS, check_packages, label_settings, read_run, stem  # noqa: E402
-from experiments.sweeps import runner  # noqa: E402
+from experiments.sweeps import machine, runner  # noqa: E402
 from experiments.sweeps.experiment import Experiment, Report, Run  # noqa: E402
 from experiments.sweeps.runner import Cell  # noqa: E402
 from runtime.records import BadRecord, environment, is_finished  # noqa: E402
@@ -558,6 +558,8 @@ class SweepRun(Run):
     seeds: Count = None  # how many are reported, at every size
     search: Count = None  # seeds of the search for a learning rate, at every size
     nproc: Count = None  # processes per run (1; paper: one per GPU)
+    gpu: str = ""  # with --dry-run: plan for such GPUs, which need not be here (H100, A100, B200, RTX 4090 ...)
+    gpus: Count = None  # how many of them (8)
     style: Path = None  # FILE.mplstyle of the figures, over ours
 
     ARGUMENTS = ("models",)
@@ -576,6 +578,8 @@ class Sweep(Experiment):
     settings = dict.fromkeys(PRESETS, SweepRun) | {"report": SweepReport}
     columns = ("model", "size", "context", "parameters", "tokens", "stage", "learning_rate")
     estimated = " on cores of an AMD EPYC (Zen 4), and more where a search goes beyond its rates"
+    machine = None  # the GPUs that are named
+    too_long = "this takes years here; a plan for GPUs: --dry-run --gpus=8 --gpu=H100"
     sets = SET_BY_THE_SWEEP
     see = "FAMILY, --seeds, --budgets, --out"
 
@@ -586,8 +590,14 @@ class Sweep(Experiment):
         self.preset = self.chosen()
         self.per_gpu = self.preset.jobs_per_gpu
         self.nproc = args.nproc or 1
+        if (args.gpu or args.gpus) and not (args.gpu and args.dry_run):
+            raise ConfigError("--gpus and --gpu plan for GPUs that need not be here: give --gpu=NAME and --dry-run")
         if args.command == "paper" and not args.nproc:
-            self.nproc = max(1, len(runner.visible_gpus()))
+            self.nproc = args.gpus or 8
+            if not args.gpu:
+                self.nproc = max(1, len(runner.visible_gpus()))
+        if args.gpu:
+            self.machine = machine.named(args.gpu, args.gpus or 8, self.nproc)
         return super().run()
 
     def place(self):
@@ -631,12 +641,18 @@ class Sweep(Experiment):
         return report.write(folder, out, accept_code=self.args.accept_code, save_it=getattr(self.args, "save", False),
                             style=self.args.style)
 
+    def say_plan(self, cells, jobs, where):
+        if self.machine:
+            return machine.say_plan(self.machine, cells, [load(c.argv) for c in cells])
+        super().say_plan(cells, jobs, where)
+
     def say_commands(self, cells):
-        """Of the paper's cells all, for a node of eight GPUs."""
+        """Of the paper's cells all, for a node of eight GPUs unless others are named."""
         if not cells or self.args.command != "paper":
             return super().say_commands(cells)
         for c in cells:
-            print("torchrun --standalone --nproc_per_node=8", *c.command(self.folder)[1:])
+            torchrun = self.machine.torchrun() if self.machine else "torchrun --standalone --nproc_per_node=8"
+            print(torchrun, *c.command(self.folder)[1:])
 
     def chosen(self):
         """The preset as the command line changes it. Raises ConfigError."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 import resource
 import shlex
 import sys
@@ -14,6 +13,7 @@ import torch
 
 from common.errors import ConfigError, Stopped
 from common.files import writing_to
+from common.gpus import peak_flops
 from runtime import checkpoint, distributed
 from runtime.distributed import resume_command
 from runtime.loss_curve import draw_loss
@@ -21,11 +21,6 @@ from runtime.records import write_json
 
 PICTURE_SECONDS = 300  # between plots, each of which takes 0.3 s, the first 2 s more
 
-# Dense bf16 peak per device in FLOP/s, from data sheets; an unknown device gets no MFU.
-# The first name in a device's counts, as the end of a word: H100 stands after H100 PCIe.
-PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H20": 148e12, "A100": 312e12,
-              "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "B200": 2250e12, "B300": 2250e12, "RTX 5090": 209e12,
-              "RTX 4090": 165e12, "RTX 3090": 71e12}
 SHOWN = {"train_loss": "loss {:.4f}", "lr": "lr {:.2e}", "grad_norm": "norm {:.2f}", "mfu": "mfu {:.1%}",
          "tokens_per_second": "{:,} tokens/s"}  # on the screen; other numbers go by their own names
 
@@ -274,14 +269,6 @@ def in_words(metrics, gap="  "):
             otherwise = key + (" {:.4f}" if isinstance(value, float) else " {:,}")
             words.append(SHOWN.get(key, otherwise).format(value))
     return gap.join(words)
-
-
-def peak_flops(device_name):
-    """The device's dense bf16 peak in FLOP/s; None if unknown. A laptop's GPU is another one of the same name."""
-    for name, peak in PEAK_FLOPS.items():
-        if re.search(rf"{name}\b(?!.* Laptop)", device_name or ""):
-            return peak
-    return None
 
 
 def peak_memory(device):

@@ -55,6 +55,7 @@ import configurator
 import train
 from common import errors
 from common.errors import ConfigError
+from common.gpus import peak_flops
 from data import loader, prepared, writer
 from evaluation.validation import by_document
 from experiments.vision import classify
@@ -63,7 +64,6 @@ from model import LM, ModelConfig
 from runtime import checkpoint, distributed, records
 from runtime.folder import MAY_CHANGE_ON_RESUME, lock_run_dir
 from runtime.loss_curve import draw_loss
-from runtime.telemetry import peak_flops
 from train import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")

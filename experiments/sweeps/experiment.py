@@ -19,6 +19,8 @@ from experiments.records import check_packages
 from experiments.sweeps import runner
 from runtime.records import is_finished
 
+YEAR = 365 * 86400  # seconds
+
 
 @dataclass
 class Where:
@@ -62,6 +64,7 @@ class Experiment:
     name = ""  # of its folder in out/, by its settings
     columns = ()  # of the plan's table: what of a cell's place tells kinds of runs apart
     estimated = ""  # what is to say about the hours that it takes
+    too_long = "this takes years here"  # and about years
     per_gpu = nproc = 1  # cells on a GPU, processes of a cell
     sets = ()  # settings that it gives each run, which a command may not
     see = ""  # the settings for them
@@ -161,7 +164,7 @@ class Experiment:
         print(f"{len(cells)} runs{work} on {where}, {jobs or 'all'} at a time{each}")
         seconds = sum(c.seconds for c in cells)
         if seconds and "CPU" in where:
-            print(f"about {runner.hours(seconds / jobs)}{self.estimated}")
+            print(f"about {runner.hours(seconds / jobs)}{self.estimated}" if seconds < jobs * YEAR else self.too_long)
 
     def say_commands(self, cells):
         """Print the command that the sweep would begin with, of the cells that are not finished."""
