@@ -194,43 +194,45 @@ class Reader:
         self.settings = settings(config_class)
         self.values = {name: setting.default for name, setting in self.settings.items()}
         self.overrides = {}
-        self.mistakes = []  # (file and colon, ConfigError)
+        self.mistakes = []  # see old_names.check
         self.needed = [key for key, value in self.values.items() if value is dataclasses.MISSING]
         self.places = [*self.needed, *getattr(config_class, "ARGUMENTS", ())]  # keys of arguments without a key
 
     def set(self, key, value):
         self.values[key] = self.overrides[key] = value
 
-    @contextlib.contextmanager
-    def noting(self, where=""):
-        """Keep a mistake for the end, when all are said at once."""
-        try:
-            yield
-        except ConfigError as error:
-            self.mistakes.append((where, error))
-
-    def check_known(self, key, value):
+    def is_foreign(self, where, key, value):
+        """True if there is no such key, or its value is another program's; it is noted."""
         row = old_names.row_of(self, key, value)
-        if key not in self.settings or row and not os.path.exists(str(value)):
-            raise old_names.Unknown(key, value)
+        if key in self.settings and (row is None or os.path.exists(str(value))):
+            return False
+        self.mistakes.append((where, key, value, row))
+        return True
+
+    def convert(self, where, key, value, start):
+        """The value as the key's kind; None, which is noted, if it is not of that kind."""
+        try:
+            return _convert(self.settings[key], value, start, from_text=not where)
+        except ConfigError as error:
+            self.mistakes.append((where, None, str(error), None))
 
     def read_key(self, key, texts):
         """Set what the texts say; none: a bool is true."""
-        with self.noting():
-            self.check_known(key, " ".join(texts) or "true")
-            setting = self.settings[key]
-            if setting.kind is bool and not texts:
-                texts = ["true"]
-            if setting.many is tuple:
-                texts = [part for text in texts for part in text.split(",") if part]
-            if not texts:
-                raise ConfigError(f"--{key} needs a value, joined by '=': --{key}={self.values[key] or '...'}")
-            where = f"{key} " if key in self.places else f"--{key}="
-            new = [_convert(setting, text, where, from_text=True) for text in texts]
-            if setting.many:
-                self.set(key, tuple(dict.fromkeys([*self.overrides.get(key, ()), *new])))
-            else:
-                self.set(key, new[0])
+        if self.is_foreign("", key, " ".join(texts) or "true"):
+            return
+        setting = self.settings[key]
+        if setting.kind is bool and not texts:
+            texts = ["true"]
+        if setting.many is tuple:
+            texts = [part for text in texts for part in text.split(",") if part]
+        if not texts:
+            raise ConfigError(f"--{key} needs a value, joined by '=': --{key}={self.values[key] or '...'}")
+        start = f"{key} " if key in self.places else f"--{key}="
+        new = [self.convert("", key, text, start) for text in texts]
+        if setting.many:
+            self.set(key, tuple(dict.fromkeys([*self.overrides.get(key, ()), *new])))
+        else:
+            self.set(key, new[0])
 
     def following(self, key, words, alone):
         """The words after a --key that are its value, taken off `words`; alone, or of an unknown key: one at most."""
@@ -248,9 +250,8 @@ class Reader:
         if program:
             raise ConfigError(f"{path} has task = {assigned['task']!r}: python {program} {shlex.join(self.argv)}")
         for key, value in assigned.items():
-            with self.noting(f"{path}: "):
-                self.check_known(key, value)
-                self.set(key, _convert(self.settings[key], value, f"{key} = ", from_text=False))
+            if not self.is_foreign(f"{path}: ", key, value):
+                self.set(key, self.convert(f"{path}: ", key, value, f"{key} = "))
 
     def finish(self, usage, about, **more):
         """The dataclass with the values, `overrides` and further attributes; or the help, if it is asked for."""

@@ -356,10 +356,7 @@ def main(argv):
                           f"{config.block_size}")
     load_weights(model, config, data)
     if config.eval_only:
-        metrics = Evaluate(config, data)(model, final=True)
-        metrics.pop("compare_loss", None)  # over fewer windows
-        distributed.say(in_words(metrics))
-        return
+        return distributed.say(in_words(Evaluate(config, data)(model)))
     distributed.say(cost_of_step(model, config.batch_tokens))
     train(config, model, data, Evaluate(config, data))
 

@@ -91,41 +91,15 @@ SAMPLE = {
 }
 
 
-class Unknown(ConfigError):
-    """A key that a program does not have, or a value that is foreign here."""
-
-    def __init__(self, key, value):
-        super().__init__(f"unknown key {key!r}")
-        self.key, self.value = key, value
-
-
 def row_of(reader, key, value):
     """The row for a key with a value by the program's table; None without one, and for a key that exists with a value
     that may."""
     for pattern, row in getattr(reader.config_class, "RENAMED", {}).items():
-        if "=" not in pattern:
-            if key in reader.settings:
-                continue
+        if "=" not in pattern and key not in reader.settings:
             pattern += "=*"
         if fnmatch.fnmatchcase(f"{key}={value}".lower(), pattern.lower()):
             return row
     return None
-
-
-def what_to_type(row, value, numbers, in_file):
-    """A row in words; numbers: {setting: value} of all settings, for a row with factors."""
-    if isinstance(row, tuple):
-        row, *factors = row
-        try:
-            value = math.prod(int(n) for n in (value, *(numbers[factor] for factor in factors)))
-        except (ValueError, TypeError):
-            value = " x ".join([str(value), *factors])
-    elif " " in row:
-        return row
-    name, is_set, constant = row.partition("=")
-    if is_set:
-        value = constant
-    return f"type {name} = {value!r}" if in_file else f"type --{name}={shlex.quote(str(value))}"
 
 
 def nearest(word, words, prefix=""):
@@ -135,40 +109,35 @@ def nearest(word, words, prefix=""):
 
 
 def check(reader):
-    """Raises ConfigError, a line about all mistakes that a configurator.Reader noted, unless there is none."""
-    numbers = dict(reader.values)
-    for _, error in reader.mistakes:
-        if isinstance(error, Unknown):
-            row = row_of(reader, error.key, error.value)
-            if row in reader.settings:
-                numbers[row] = error.value
-    lines, before, is_known = [], "", True
-    for where, error in reader.mistakes:
-        line = str(error)
-        if isinstance(error, Unknown):
-            line, is_answered = answer(reader, error, numbers, bool(where))
-            is_known = is_known and is_answered
+    """Raises ConfigError, a line about all mistakes that a configurator.Reader noted, unless there is none. They are
+    (file and colon, key, value, row), or of a wrong value (file and colon, None, what is wrong, None)."""
+    numbers = reader.values | {row: value for _, _, value, row in reader.mistakes if isinstance(row, str)}
+    lines, before = [], ""
+    for where, key, value, row in reader.mistakes:
+        line = value if key is None else about(reader, key, value, row, numbers, bool(where))
         lines.append(line if where == before else where + line)
         before = where
-    if not lines:
-        return
-    text = "; ".join(lines)
-    if not is_known:
-        text += " --help lists all keys" if text.endswith("?") else "; --help lists all keys"
-    raise ConfigError(text)
+    if lines:
+        raise ConfigError("; ".join(lines))
 
 
-def answer(reader, error, numbers, in_file):
-    """(what to do about an unknown key, True if the program's table has it)."""
+def about(reader, key, value, row, numbers, in_file):
+    """A line about a key or a value that is foreign here; numbers: {setting: value}, for a row with factors."""
     dashes = "" if in_file else "--"
-    row = row_of(reader, error.key, error.value)
-    if error.key in reader.settings:
-        line = f"{dashes}{error.key}={error.value}"
-    else:
-        line = f"unknown key '{dashes}{error.key}'"
-    if row is not None:
-        return f"{line}: {what_to_type(row, error.value, numbers, in_file)}", True
-    near = nearest(error.key.replace("-", "_").lower(), reader.settings, dashes)
-    if in_file and not near:
-        near = " (a helper's name starts with _)"
-    return line + near, False
+    known = f"{dashes}{key}={value}" if key in reader.settings else f"unknown key '{dashes}{key}'"
+    if row is None:
+        near = nearest(key.replace("-", "_").lower(), reader.settings, dashes)
+        helper = "; a helper's name starts with _" if in_file and not near else ""
+        return f"{known}{near or ';'} --help lists all keys{helper}"
+    if isinstance(row, tuple):
+        row, *factors = row
+        try:
+            value = math.prod(int(n) for n in (value, *(numbers[factor] for factor in factors)))
+        except (ValueError, TypeError):
+            row = f"give {row} = {key} x " + " x ".join(factors)
+    if " " in row:
+        return f"{known}: {row}"
+    name, _, constant = row.partition("=")
+    if in_file:
+        return f"{known}: type {name} = {constant or value!r}"
+    return f"{known}: type --{name}={constant or shlex.quote(str(value))}"

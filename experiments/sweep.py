@@ -559,7 +559,7 @@ class SweepRun(Run):
     search: Count = None  # seeds of the search for a learning rate, at every size
     nproc: Count = None  # processes per run (1; paper: one per GPU)
     gpu: str = ""  # with --dry-run: plan for such GPUs, which need not be here (H100, A100, B200, RTX 4090 ...)
-    gpus: Count = None  # how many of them (8)
+    gpus: Count = 8  # how many of them
     style: Path = None  # FILE.mplstyle of the figures, over ours
 
     ARGUMENTS = ("models",)
@@ -578,7 +578,6 @@ class Sweep(Experiment):
     settings = dict.fromkeys(PRESETS, SweepRun) | {"report": SweepReport}
     columns = ("model", "size", "context", "parameters", "tokens", "stage", "learning_rate")
     estimated = " on cores of an AMD EPYC (Zen 4), and more where a search goes beyond its rates"
-    machine = None  # the GPUs that are named
     too_long = "this takes years here; a plan for GPUs: --dry-run --gpus=8 --gpu=H100"
     sets = SET_BY_THE_SWEEP
     see = "FAMILY, --seeds, --budgets, --out"
@@ -590,14 +589,10 @@ class Sweep(Experiment):
         self.preset = self.chosen()
         self.per_gpu = self.preset.jobs_per_gpu
         self.nproc = args.nproc or 1
-        if (args.gpu or args.gpus) and not (args.gpu and args.dry_run):
+        if (args.gpu or "gpus" in args.overrides) and not (args.gpu and args.dry_run):
             raise ConfigError("--gpus and --gpu plan for GPUs that need not be here: give --gpu=NAME and --dry-run")
         if args.command == "paper" and not args.nproc:
-            self.nproc = args.gpus or 8
-            if not args.gpu:
-                self.nproc = max(1, len(runner.visible_gpus()))
-        if args.gpu:
-            self.machine = machine.named(args.gpu, args.gpus or 8, self.nproc)
+            self.nproc = args.gpus if args.gpu else max(1, len(runner.visible_gpus()))
         return super().run()
 
     def place(self):
@@ -642,8 +637,9 @@ class Sweep(Experiment):
                             style=self.args.style)
 
     def say_plan(self, cells, jobs, where):
-        if self.machine:
-            return machine.say_plan(self.machine, cells, [load(c.argv) for c in cells])
+        if self.args.gpu:
+            configs = [load(c.argv) for c in cells]
+            return machine.say_plan(cells, configs, self.args.gpu, self.args.gpus, self.nproc)
         super().say_plan(cells, jobs, where)
 
     def say_commands(self, cells):
@@ -651,8 +647,7 @@ class Sweep(Experiment):
         if not cells or self.args.command != "paper":
             return super().say_commands(cells)
         for c in cells:
-            torchrun = self.machine.torchrun() if self.machine else "torchrun --standalone --nproc_per_node=8"
-            print(torchrun, *c.command(self.folder)[1:])
+            print(machine.torchrun(self.args.gpus), *c.command(self.folder)[1:])
 
     def chosen(self):
         """The preset as the command line changes it. Raises ConfigError."""
