@@ -148,7 +148,7 @@ def _refuse_headers(path, start):
     if start.startswith(NPY):
         raise DataError(f"{path} is a file of numpy.save: rename it to {path.stem}.npy")
     if int.from_bytes(start[:4], "little") in LLM_C:
-        raise DataError(f"{path} begins with the header of llm.c: cut it off, tail -c +1025 {path} > NEW")
+        raise DataError(f"{path} begins with the header of llm.c: cut it off each file, tail -c +1025 FILE")
 
 
 def read_split(path, dtype, vocab_size):

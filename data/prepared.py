@@ -164,7 +164,7 @@ def _largest(tokens):
 def _prepare_command(folder, *options):
     script = Path(folder) / "prepare.py"
     if not script.is_file():
-        return "with its own prepare.py; data/pystdlib/prepare.py shows how"
+        return "docs/your-data.md shows how"
     return shlex.join(["python", str(script), *options])
 
 

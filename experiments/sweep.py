@@ -146,7 +146,7 @@ PRESETS = {
     "law_4096": Preset(models=("longhorn", "llama"), warmup=26, one_by_one=True,
                        args=(*LAW_ARGS, "--batch_tokens=4096", "--micro_batch_size=16"), sizes={
                            "460K": Size(M, 1024, (128, 256, 512), seeds=2, search=1, search_steps=1024, rates=3)}),
-    # 31M tokens: each is read once where the standard library has 31 MB (data/pystdlib/prepare.py --roots for more)
+    # 31M tokens: each is read once where the standard library has 31 MB (docs/your-data.md for more)
     "gpu": Preset(warmup=23, rate_times_width=0.5, jobs_per_gpu=4, sizes={
         "3.5M": Size(XL, 940, (235, 470), seeds=4, search=2, rates=3, config="120m"),
         "11.5M": Size(("--n_layer=6", "--n_head=6", "--n_embd=384"), 940, (235, 470), seeds=2, config="120m")}, args=(

@@ -17,12 +17,12 @@ meta.json also records the bits per validation byte of `xz -9`: a useful languag
 
 --documents=package joins the same files into long documents, to measure memory over 64K tokens. A document is a
 package: all files of a folder and its subfolders, sorted by path. A folder of more than 4 MiB is not a package (the
-library itself, its `test`, a tree in --roots); the files and folders in it are then considered separately. The split is
+library itself, its `test`); the files and folders in it are then considered separately. The split is
 by document, ordered by sha256(path), and only documents longer than 65,536 bytes are held out: long enough for a
 sequence of that length and its next token. meta.json has the documents' lengths and their first tokens in val.bin.
 
     python data/pystdlib/prepare.py                                        # takes seconds
-    python data/pystdlib/prepare.py --roots .venv/lib/python3.11/site-packages ~/linux --out data/big
+    python data/tokens/prepare.py --files .venv/lib ~/linux --endings=.py,.c --tokenizer=bytes --out data/big    # more
     python data/pystdlib/prepare.py --documents=package --out data/pystdlib_packages
     python data/pystdlib/prepare.py --tokenizer=bpe:4096 --out data/pystdlib_4096          # half a minute
 """
@@ -52,15 +52,11 @@ SEPARATOR = b"\0"  # ends each file; files that contain it are skipped as binary
 VAL_FRACTION = {"file": 0.02, "package": 0.05}  # 2% of the library would be only five long documents
 SHELF_BYTES = 4 << 20  # a larger folder is not a document: in the standard library only `test`, half of all bytes
 LONG = 65_536  # longest sequence, in tokens, that every held-out document must provide
-ROOT_EXTENSIONS = (
-    ".py .pyi .pyx .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .S .rs .go .java .js .ts .tsx .rb .pl .lua .sh .m .swift .kt "
-    ".scala .hs .ml .jl .r .sql .proto .cmake .md .rst"
-).split()
-NEVER_ENTERED = {"site-packages", "dist-packages", "__pycache__", ".git", ".hg", ".svn", "node_modules"}
+NEVER_ENTERED = {"site-packages", "dist-packages", "__pycache__"}
 
 
 class File(NamedTuple):
-    name: str  # its path below its root, with slashes; below one of --roots, its number and name come before
+    name: str  # its path below the library, with slashes
     path: Path
     size: int  # bytes
     sha256: str
@@ -75,48 +71,36 @@ class Document(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------- which files
 
 
-def collect(stdlib, roots, extensions, text_only):
+def collect(stdlib, text_only):
     """List the files of the corpus: readable text, every content once.
 
-    Returns: [File, ...] sorted by root and name, and the number of files skipped: unreadable, empty, binary, with the
-    same content as an earlier one, a link that leads out of its root, or, with text_only, not UTF-8.
+    Returns: [File, ...] sorted by name, and the number of files skipped: unreadable, empty, binary, with the same
+    content as an earlier one, a link that leads out of the library, or, with text_only, not UTF-8.
     """
-    sources = [("", stdlib, {".py"})]
-    for i, root in enumerate(roots, 1):  # the prefix keeps equal paths of two roots apart
-        sources.append((f"{i}:{Path(root).resolve().name}/", Path(root), extensions))
+    paths, skipped = source_files(stdlib)
     files = []
     seen = set()
-    skipped = 0
-    for prefix, root, endings in sources:
-        paths, left_out = source_files(root, endings)
-        skipped += left_out
-        for path in paths:
-            content = content_of(path, text_only)
-            digest = hashlib.sha256(content).hexdigest()
-            if not content or SEPARATOR in content or digest in seen:
-                skipped += 1
-                continue
-            seen.add(digest)
-            files.append(File(prefix + path.relative_to(root).as_posix(), path, len(content), digest))
+    for path in paths:
+        content = content_of(path, text_only)
+        digest = hashlib.sha256(content).hexdigest()
+        if not content or SEPARATOR in content or digest in seen:
+            skipped += 1
+            continue
+        seen.add(digest)
+        files.append(File(path.relative_to(stdlib).as_posix(), path, len(content), digest))
     return files, skipped
 
 
-def source_files(root, extensions):
-    """The regular files below root, sorted, and how many are left out: linked folders, links that lead outside,
-    unreadable folders. Raises DataError for an unreadable root."""
+def source_files(root):
+    """The .py files below root, sorted, and how many are left out: linked folders, links that lead outside, unreadable
+    folders."""
     files = []
     left_out = []
-
-    def unreadable(error):
-        if Path(error.filename) == root and not isinstance(error, FileNotFoundError):
-            raise DataError(f"--roots {root}: {error.strerror}: make it readable, or leave it out")
-        left_out.append(error.filename)
-
-    for folder, subfolders, names in os.walk(root, onerror=unreadable):
+    for folder, subfolders, names in os.walk(root, onerror=left_out.append):
         left_out += [name for name in subfolders if Path(folder, name).is_symlink()]
         subfolders[:] = [name for name in subfolders if name not in NEVER_ENTERED]
         for path in (Path(folder, name) for name in names):
-            if path.suffix in extensions:
+            if path.suffix == ".py":
                 inside = path.is_file() and path.resolve().is_relative_to(root.resolve())
                 (files if inside else left_out).append(path)
     return sorted(files, key=lambda path: path.relative_to(root).as_posix()), len(left_out)
@@ -178,7 +162,7 @@ def split_by_name(documents, val_fraction, shortest=0):
         unit = f"documents (held out only if at least {shortest:,} bytes long)" if shortest else "files"
         raise DataError(
             f"{len(documents)} {unit} with {total:,} bytes do not give a train and a validation set at --val_fraction "
-            f"{val_fraction:g}: choose another fraction, or add --roots"
+            f"{val_fraction:g}: choose another fraction"
         )
     return train, val
 
@@ -255,26 +239,20 @@ def identity(files, val_fraction, documents, tokenizer):
     return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def prepare(out, roots=(), extensions=(), val_fraction=None, force=False, stdlib=None, documents="file",
-            tokenizer="bytes", vocab=None):
+def prepare(out, val_fraction=None, force=False, stdlib=None, documents="file", tokenizer="bytes", vocab=None):
     """Write the dataset to `out`, unless it is already there. Returns (Tokens, True if anything was written).
 
-    Args: roots: more folders of source; extensions: of their files (none: ROOT_EXTENSIONS); val_fraction: of the bytes
-    (None: VAL_FRACTION); stdlib: the standard library's folder (default: the running interpreter's); documents: 'file'
-    or 'package'; tokenizer, vocab: see data/tokenizer.py.
+    Args: val_fraction: of the bytes (None: VAL_FRACTION); stdlib: the standard library's folder (default: the running
+    interpreter's); documents: 'file' or 'package'; tokenizer, vocab: see data/tokenizer.py.
     Raises: DataError.
     """
     if val_fraction is None:
         val_fraction = VAL_FRACTION[documents]
     if tokenizer != "bytes" and documents == "package":
         raise DataError(f"--documents=package counts bytes: drop --tokenizer {tokenizer}")
-    for root in roots:
-        if not root or not Path(root).is_dir():  # Path("") is the current folder
-            raise DataError(f"--roots {root} is not a folder: check the path")
     stdlib = Path(stdlib or sysconfig.get_paths()["stdlib"])
-    extensions = sorted({"." + extension.lstrip(".") for extension in extensions or ROOT_EXTENSIONS})
     with preparing(out) as folder:
-        files, skipped = collect(stdlib, roots, extensions, text_only=tokenizer != "bytes")
+        files, skipped = collect(stdlib, text_only=tokenizer != "bytes")
         if not files:
             raise DataError(f"no source files in {stdlib}: this Python comes without library source; use another")
         inputs = identity(files, val_fraction, documents, tokenizer)
@@ -283,8 +261,6 @@ def prepare(out, roots=(), extensions=(), val_fraction=None, force=False, stdlib
         recipe = {
             "version": RECIPE,
             "source": f"standard library of Python {platform.python_version()}",
-            "roots": [str(root) for root in roots],
-            "extensions": extensions if roots else [".py"],
             "val_fraction": val_fraction,
             "files": len(files),
             "files_skipped": skipped,
@@ -310,7 +286,7 @@ def write(folder, files, recipe, documents, tokenizer, vocab, inputs):
         splits[split]["bytes"] = sum(file.size + len(SEPARATOR) for file in members[split])
         splits[split]["files"] = len(members[split])
         change = "raise" if split == "val" else "lower"
-        way_out = f"{change} --val_fraction (now {val_fraction:g}), or add --roots"
+        way_out = f"{change} --val_fraction (now {val_fraction:g})"
         warn_single_document(split, len(parts[split]), splits[split]["tokens"], way_out)
     meta = {
         "dataset": "pystdlib",
@@ -345,8 +321,6 @@ def places(documents):
 
 @dataclass
 class Options:
-    roots: list[str] = ()  # more folders of source to add
-    extensions: list[str] = ()  # which files in --roots; none: source code
     documents: Literal["file", "package"] = "file"  # what a document is
     tokenizer: str = "bytes"  # bytes, chars, bpe:N (learned from the training files), tiktoken:NAME, hf:NAME, hf:FOLDER
     vocab: str = None  # folder with a tiktoken encoding's files, to need no network
@@ -365,15 +339,10 @@ def say(tokens, new):
     """Print what a finished folder holds."""
     meta = tokens.meta
     recipe = meta["recipe"]
-    source = recipe["source"]
-    if recipe["roots"]:
-        source += f" and of {', '.join(recipe['roots'])}"
-        print(f"left out: {recipe['files_skipped']:,} files and links that are unreadable, empty, binary, have the "
-              "same content as another, or lead out of their folder")
     unit = "bytes" if meta["tokenizer"] == "bytes" else f"tokens ({meta['tokenizer']})"
     done = "" if new else " (already prepared; --force prepares again)"
-    print(f"{tokens.folder}: {recipe['files']:,} files of the {source}: {len(tokens.train):,} {unit} to train on, "
-          f"{len(tokens.val):,} held out{done}")
+    print(f"{tokens.folder}: {recipe['files']:,} files of the {recipe['source']}: {len(tokens.train):,} {unit} to "
+          f"train on, {len(tokens.val):,} held out{done}")
     if "documents" in meta:
         held = meta["splits"]["val"]["documents"]
         print(f"{held['count']} documents are held out, of {held['shortest']:,} to {held['longest']:,} bytes")

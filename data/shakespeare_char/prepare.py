@@ -10,6 +10,7 @@ byte. --tokenizer chooses another tokenizer (data/tokenizer.py).
 
 import dataclasses
 import hashlib
+import io
 import shlex
 import sys
 import urllib.request
@@ -22,6 +23,7 @@ from common.errors import regular
 from common.files import replacing
 from data.prepared import DataError
 from data.tokenizer import Text, canonical
+from data.tokens.sources import decoded
 from data.writer import finish, finished, preparing, run, write_split
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -60,9 +62,9 @@ def check(content, where):
 
 def as_text(content, where):
     try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where} is not UTF-8 text (byte {error.start}): convert it first") from None
+        text = "".join(decoded(io.BytesIO(content), None))
+    except ValueError as error:
+        raise DataError(f"{where} cannot be read ({error}; to data/tokens/prepare.py)") from None
     if len(text) < 2:
         raise DataError(f"{where} has {len(text)} characters, too few to split: choose a longer text")
     return text

@@ -82,7 +82,7 @@ def local_units(paths, reading):
     """[[Path, ...], ...]: the files, folders read through, in units. Raises DataError."""
     units, size, seen = [], UNIT_BYTES, set()
     for path in paths:
-        found = False
+        found = path.is_dir() and key(path.stat()) in seen
         for file in walk(path, reading, seen):
             if reading.kind(file) is None:
                 ending = os.path.splitext(unpacked(file.name))[1]
@@ -127,12 +127,15 @@ def walk(path, reading, seen):
 
 def is_new(status, seen, reading, path):
     """Whether a file or folder has not been met before, under this name or another."""
-    identity = (status.st_dev, status.st_ino)
-    if identity in seen:
+    if key(status) in seen:
         reading.leave_out("met twice", path)
         return False
-    seen.add(identity)
+    seen.add(key(status))
     return True
+
+
+def key(status):
+    return status.st_dev, status.st_ino
 
 
 def is_empty(path, size, reading):
