@@ -111,12 +111,7 @@ def is_of_run(record, versions):
 def sizes_of(settings):
     """The ModelConfig of a run's settings, on the fastest backend; torch stays, for edited operators. Raises TypeError
     for a setting of another type."""
-    given = {}
-    for field in dataclasses.fields(ModelConfig):
-        value = settings.get(field.name, field.default)
-        if type(value) is not type(field.default):  # isinstance would take True for 1
-            raise TypeError(f"its {field.name} is {str(value)[:80]!r}")
-        given[field.name] = value
+    given = checkpoint.settings_of(settings, dataclasses.fields(ModelConfig))
     if given["backend"] != "torch":
         given["backend"] = ""
     return ModelConfig(**given)

@@ -56,7 +56,7 @@ class TrainConfig(ModelConfig):
     out_dir: str = ""  # folder for the records; empty: out/<name of the last config file>
     resume: Literal["never", "auto", "must"] = "never"  # from the checkpoint in out_dir; auto: if any; must: or stop
     branch: str = ""  # RUN@STEP: start from that run's state after STEP, with another max_iters; see keep_steps
-    init_from: str = ""  # a run's folder or a checkpoint: start from its weights only (fine-tuning)
+    init_from: str = ""  # a run's folder or a checkpoint: start from its weights (fine-tuning), with its architecture
     eval_only: bool = False  # evaluate the weights of init_from, or else the last in out_dir, and stop
     seed: Seed = 1337  # of the initial weights and the data order
     self_check: Literal["on", "off", "only"] = "on"  # compare kernels to loops, states to sequences; only: then stop
@@ -307,46 +307,13 @@ def build_model(config, device):
         raise ConfigError(error) from None
 
 
-def load_weights(model, config, data):
-    """Load the weights that init_from names, unless there are none or the run resumes, and print a line that says so.
-    Raises ConfigError."""
-    place = Path(config.init_from or config.out_dir)
-    if not config.eval_only:
-        if not config.init_from or config.resume != "never" and checkpoint.candidates(config.out_dir):
-            return
-    paths = checkpoint.candidates(place) if place.is_dir() else [place]
-    if not paths:
-        raise ConfigError(f"init_from={place}: there is no checkpoint in this folder")
-    if not config.eval_only and paths[0].parent.resolve() == Path(config.out_dir).resolve():
-        raise ConfigError(f"init_from={place} is in out_dir, where this run's checkpoints go: choose another out_dir")
-    origin, weights, meta, damaged = checkpoint.load_first(paths, weights=True)
-    for key in ("tokenizer", "table"):
-        trained, given = meta.get(key), data.meta.get(key)
-        if trained and given and trained != given:
-            raise ConfigError(f"{origin}: its {key} differs from that of {config.dataset} ({str(trained)[:80]!r}, "
-                              f"{str(given)[:80]!r}): these weights were trained with a different vocabulary")
-    with checkpoint.fitting(origin):
-        changed = []
-        for field in dataclasses.fields(ModelConfig):
-            before, now = meta["config"].get(field.name, field.default), getattr(config, field.name)
-            if before != now and field.name != "backend":
-                changed.append(f"{field.name} was {before!r}, is {now!r}")
-        wrong = checkpoint.misfit(weights, model)
-        step = meta["step"] + 0  # a TypeError unless it is a number
-    if wrong:
-        raise ConfigError("; ".join([f"{origin}: its weights do not fit this model: {wrong}", *changed]))
-    with checkpoint.fitting(origin):
-        model.load_state_dict(weights)
-    skipped = [f"skipped: {line}" for line in damaged]
-    distributed.say("; ".join([*skipped, f"weights from {origin} (step {step})", *changed]))
-
-
 def main(argv):
     config = configurator.load(TrainConfig, argv)
     check(config)
     if not config.out_dir:
         config.out_dir = f"out/{Path(config.config_files[-1]).stem if config.config_files else config.model}"
     device = distributed.open_device(config)
+    initial = checkpoint.Initial(config, dataclasses.fields(ModelConfig))  # fills in its model's settings
     data = open_data(config, device)
     config.dtype = str(distributed.pick_dtype(config.dtype, device)).removeprefix("torch.")
     seed_all(config.seed)
@@ -354,7 +321,7 @@ def main(argv):
     if model.positions is not None and config.eval_block_size > config.block_size:
         raise ConfigError(f"eval_block_size {config.eval_block_size}: {config.model} has positions up to block_size "
                           f"{config.block_size}")
-    load_weights(model, config, data)
+    distributed.say(initial.load(model, data))
     if config.eval_only:
         return distributed.say(in_words(Evaluate(config, data)(model)))
     distributed.say(cost_of_step(model, config.batch_tokens))

@@ -36,6 +36,8 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
           torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64"}
 CRC = '"crc32":"%08x"'
 FORMER = {"as_released": (False, "the models rwkv_released, retnet_released and gla_released")}  # setting: its default
+DOWNLOAD = ("a model on the hub is downloaded first, and imported: hf download {0} --local-dir=FOLDER, then python "
+            "export.py --from_hf=FOLDER --out_dir=RUN")
 MALFORMED = ValueError, LookupError, TypeError, AttributeError, RecursionError  # what a file of any content can raise
 
 
@@ -172,6 +174,14 @@ def candidates(folder):
     return [path for path in paths if path.exists()]
 
 
+def meta_of(paths):
+    """The meta of the first checkpoint with a readable header, without a look at the rest; {} if none has one."""
+    for path in paths:
+        with contextlib.suppress(CheckpointError, ValueError, TypeError):
+            return {**json.loads(_in_header(path, "meta"))}
+    return {}
+
+
 def steps(folder):
     """{step: path} of a run's checkpoints, the best only where no other is of its step. They may be damaged: `load`
     checks that."""
@@ -215,6 +225,87 @@ def load_first(paths, weights=False):
                                   "state: to train it, use --init_from with another out_dir")
         return path, tensors, meta, errors
     raise CheckpointError("; ".join(errors))
+
+
+class Initial:
+    """The checkpoint whose weights a run with init_from begins with, or with eval_only those that it evaluates.
+
+    fields: of a dataclass, the settings of the model. Those that neither a file nor the command line gave become the
+    checkpoint's. A run that resumes takes them from its own checkpoint, and no weights. Raises ConfigError.
+    """
+
+    def __init__(self, config, fields=()):
+        self.config, self.path, self.taken, self.changed = config, None, [], {}
+        if not (config.init_from or config.eval_only):
+            return
+        resumes = config.resume != "never" and not config.eval_only
+        own = candidates(config.out_dir) if resumes else []
+        if own:
+            self.meta = meta_of(own)
+        else:
+            self.path, self.weights, self.meta, self.damaged = load_first(self.places(), weights=True)
+        with fitting(self.path or own[0]):
+            for name, value in settings_of(self.meta.get("config", {}), fields).items():
+                now = getattr(config, name)
+                if value == now or name == "backend":  # the machine's
+                    continue
+                if name in config.overrides:
+                    self.changed[name] = value
+                else:
+                    setattr(config, name, value)
+                    self.taken.append(f"{name}={value}")
+
+    def places(self):
+        """The paths to try. Raises ConfigError."""
+        place = Path(self.config.init_from or self.config.out_dir)
+        paths = candidates(place) if place.is_dir() else [place]
+        if not paths:
+            raise ConfigError(f"init_from={place}: there is no checkpoint in this folder: give a run's, or for a model "
+                              "of transformers the one that python export.py --from_hf=FOLDER --out_dir=RUN makes")
+        if not place.exists():
+            raise ConfigError(f"{place}: No such file or folder: no checkpoint was saved here; "
+                              f"{DOWNLOAD.format(place)}")
+        if not self.config.eval_only and paths[0].parent.resolve() == Path(self.config.out_dir).resolve():
+            raise ConfigError(f"init_from={place} is in out_dir, where this run's checkpoints go: choose another "
+                              "out_dir")
+        return paths
+
+    def load(self, model, data):
+        """Load the weights, if there are any; returns a line that says so. Raises ConfigError."""
+        if not self.path:
+            return ""
+        config, origin = self.config, self.path
+        for key in ("tokenizer", "table"):
+            trained, given = self.meta.get(key), data.meta.get(key)
+            if trained and given and trained != given:
+                raise ConfigError(f"{origin}: its {key} differs from that of {config.dataset} ({str(trained)[:80]!r}, "
+                                  f"{str(given)[:80]!r}): these weights were trained with a different vocabulary")
+        changed = [f"{name} was {before!r}, is {getattr(config, name)!r}" for name, before in self.changed.items()]
+        with fitting(origin):
+            wrong = misfit(self.weights, model)
+            step = self.meta["step"] + 0  # a TypeError unless it is a number
+            if wrong:
+                own = " ".join(f"--{name}={before}" for name, before in self.changed.items())
+                back = [f"give {own}, or leave them out"] if own else []
+                words = "; ".join([f"{origin}: its weights do not fit this model: {wrong}", *changed, *back])
+                raise ConfigError(words)
+            model.load_state_dict(self.weights)
+        self.weights = None
+        taken = [f"taken from it: {', '.join(self.taken)}"] if self.taken else []
+        skipped = [f"skipped: {line}" for line in self.damaged]
+        return "; ".join([*skipped, f"weights from {origin} (step {step})", *taken, *changed])
+
+
+def settings_of(settings, fields):
+    """{name: value} that a checkpoint's settings give these fields of a dataclass, or their defaults. Raises TypeError
+    for a value of another type."""
+    given = {}
+    for field in fields:
+        value = settings.get(field.name, field.default)
+        if type(value) is not type(field.default):  # isinstance would take True for 1
+            raise TypeError(f"its {field.name} is {str(value)[:80]!r}")
+        given[field.name] = value
+    return given
 
 
 class CheckpointManager:

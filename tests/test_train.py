@@ -687,12 +687,14 @@ def test_what_a_run_loads_is_part_of_its_identity_or_leaves_no_trace(data, out):
 # ------------------------------------------------------------------------------------------ beginning with old weights
 
 STILL = {**TINY, "max_iters": 1, "learning_rate": 1e-30}  # a step that changes nothing: the result of the old weights
+TAKEN = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32}
+BARE = {key: value for key, value in TINY.items() if key not in TAKEN}  # the architecture is the checkpoint's
 
 
 def test_fine_tuning_begins_with_the_old_weights_and_nothing_else(whole, data, out, tmp_path):
     source = whole / "checkpoint.safetensors"
     said = succeed(arguments(data, out, STILL, init_from=source)).out
-    assert f"weights from {source} (step 12)\n" in said and "continuing" not in said
+    assert f"weights from {source} (step 12); taken from it: vocab_size=256\n" in said and "continuing" not in said
     assert record(out)["val_loss"] == record(whole)["val_loss"]
     optimizer, = state(out)["optimizers"]
     assert {s["step"].item() for s in optimizer["state"].values()} == {1.0} and saved(out)[1]["step"] == 1
@@ -700,17 +702,20 @@ def test_fine_tuning_begins_with_the_old_weights_and_nothing_else(whole, data, o
     folder, earlier = shutil.copytree(whole, tmp_path / "source"), tmp_path / "earlier"
     damage(folder / "checkpoint.safetensors")
     said = succeed(arguments(data, earlier, STILL, init_from=folder, eval_block_size=32, block_size=16)).out
-    assert f"weights from {folder / 'checkpoint-10.safetensors'} (step 10); block_size was 32, is 16\n" in said
+    assert f"weights from {folder / 'checkpoint-10.safetensors'} (step 10); taken from it: vocab_size=256; " in said
+    assert "; block_size was 32, is 16\n" in said
     assert record(earlier)["val_loss"] == pytest.approx(events(whole, "eval")[10]["val_loss"])
 
 
 def test_fine_tuning_that_is_stopped_continues_from_its_own_checkpoint(whole, data, out, tmp_path):
+    """With the architecture of the old weights, which no setting gives: of its own checkpoint, once there is one."""
     source = shutil.copytree(whole, tmp_path / "source")
-    succeed(arguments(data, tmp_path / "undisturbed", init_from=source))
+    said = succeed(arguments(data, tmp_path / "undisturbed", BARE, init_from=source)).out
+    assert "; taken from it: " + ", ".join(f"{key}={value}" for key, value in TAKEN.items()) + ", vocab_size" in said
     assert losses(tmp_path / "undisturbed")[0] < losses(whole)[0] - 0.5
-    succeed(arguments(data, out, init_from=source, resume="auto"), LM=stops_at(7))
+    succeed(arguments(data, out, BARE, init_from=source, resume="auto"), LM=stops_at(7))
     shutil.rmtree(source)
-    said = succeed(arguments(data, out, init_from=source, resume="auto")).out
+    said = succeed(arguments(data, out, BARE, init_from=source, resume="auto")).out
     assert "at step 7" in said and "weights from" not in said
     assert_same_run(out, tmp_path / "undisturbed")
 
@@ -970,11 +975,12 @@ REFUSED = [
     ({**PLAN, "branch": "{trunk}@4", "out_dir": "{trunk}"}, "branch={trunk}@4 is in out_dir", "choose another out_dir"),
     ({**PLAN, "branch": "{bare}@4"}, "{bare} has no log.jsonl"),
     # old weights
-    ({"init_from": "{empty}"}, "there is no checkpoint"), ({"init_from": "{nowhere}"}, "no checkpoint was saved here"),
+    ({"init_from": "{empty}"}, "there is no checkpoint"),
+    ({"init_from": "{nowhere}"}, "no checkpoint was saved here", "hf download"),
     ({"init_from": "{data}/train.bin"}, "train.bin", "not a checkpoint of this project"),
     ({"init_from": "{whole}", "out_dir": "{whole}"}, "init_from", "is in out_dir"),
     ({"init_from": "{whole}", "n_embd": 64}, "{whole}/checkpoint.safetensors", "n_embd was 32, is 64",
-     "embed.weight is (256, 32) in the checkpoint, (256, 64) in the model"),
+     "give --n_embd=32,", "embed.weight is (256, 32) in the checkpoint, (256, 64) in the model"),
     ({"init_from": "{whole}", "n_layer": 2}, "n_layer was 1, is 2",
      "layers.1.branches.0.norm.weight is missing in the checkpoint, (32,) in the model"),
     ({"init_from": "{more}"}, "do not fit this model: more is (5,) in the checkpoint, missing in the model"),
@@ -1093,9 +1099,10 @@ def test_eval_only_says_the_loss_of_the_weights_and_touches_nothing(whole, data,
     """Of this run's last checkpoint, or of those that init_from names."""
     result = record(whole)
     content = sorted(path.name for path in whole.iterdir())
-    for argv in (arguments(data, whole, eval_only="true"), arguments(data, out, eval_only="true", init_from=whole)):
+    for argv in (arguments(data, whole, BARE, eval_only="true"),
+                 arguments(data, out, eval_only="true", init_from=whole)):
         origin, line = succeed(argv).out.splitlines()
-        assert origin == f"weights from {whole / 'checkpoint.safetensors'} (step 12)"
+        assert origin.startswith(f"weights from {whole / 'checkpoint.safetensors'} (step 12); taken from it: ")
         assert line == (f"val_loss {result['val_loss']:.4f}  val_tokens {result['val_tokens']}  "
                         f"val_bits_per_byte {result['val_bits_per_byte']:.4f}")
     assert not out.exists() and sorted(path.name for path in whole.iterdir()) == content

@@ -31,7 +31,7 @@ from configurator import Count, NotNegative, Positive, Range, Seed, Whole  # noq
 from experiments.recall.models import Recall  # noqa: E402
 from experiments.recall.task import Task, generate, overlap  # noqa: E402
 from inspection.counting import state_size  # noqa: E402
-from runtime import distributed  # noqa: E402
+from runtime import checkpoint, distributed  # noqa: E402
 
 
 @dataclass
@@ -222,7 +222,7 @@ def main(argv):
     config.dtype = str(distributed.pick_dtype(config.dtype, device)).removeprefix("torch.")
     train.seed_all(config.seed)
     model, data = build_model(config, device), RecallData(config, device)
-    train.load_weights(model, config, data)
+    distributed.say(checkpoint.Initial(config).load(model, data))
     train.train(config, model, data, Evaluate(config, data), rate_factor)
 
 

@@ -39,7 +39,7 @@ from initialisation import constant, dense, draw, linear, normal, parameter, to_
 from inspection import counting  # noqa: E402
 from kernels.ops import rms_norm  # noqa: E402
 from model import BACKENDS, LM, Branch, Layer, Longhorn, Mamba, RMSNorm, split_heads  # noqa: E402
-from runtime import distributed  # noqa: E402
+from runtime import checkpoint, distributed  # noqa: E402
 
 
 @dataclass
@@ -183,11 +183,11 @@ class ImageBranch(Branch):
 
     skip = 0.0
 
-    def forward(self, h, state=None):
-        y, state = super().forward(h, state)
+    def forward(self, h, *given):
+        y, *more = super().forward(h, *given)
         if self.skip and self.training:
             y = y * (torch.rand(len(y), 1, 1, device=y.device) >= self.skip).to(y.dtype) / (1 - self.skip)
-        return y, state
+        return y, *more
 
 
 class Vision(LM):
@@ -247,7 +247,7 @@ class Vision(LM):
         h = torch.cat([h[:, :middle], self.token.to(h.dtype).expand(len(h), 1, -1), h[:, middle:]], 1)
         h = h + self.patch_positions  # (B, T, n_embd), float32, even if the branches are not
         for block in self.blocks:
-            h, _ = block(h)
+            h, *_ = block(h)
         logits, loss = self.head(self.norm(h[:, middle])), None  # (B, classes)
         if labels is not None:
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -364,7 +364,7 @@ def main(config):
     train.check(config)
     train.seed_all(config.seed)
     model = build_model(config, device)
-    train.load_weights(model, config, data)
+    distributed.say(checkpoint.Initial(config).load(model, data))
     if config.ema:
         model.keep_average()
     train.train(config, model, data, Evaluate(config, data))
