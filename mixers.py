@@ -559,6 +559,6 @@ FAMILIES |= {
     "longhorn_exact": [LonghornExact, LonghornExact],
 }
 # RWKV-4's norms have a bias in its published weights and in transformers, the reference here.
-NORMS |= {"rwkv": lambda config: nn.LayerNorm(config.n_embd, bias=False),
-          "rwkv4": lambda config: nn.LayerNorm(config.n_embd)}
+NORMS |= {"rwkv": lambda config: nn.LayerNorm(config.n_embd, config.norm_eps, bias=False),
+          "rwkv4": lambda config: nn.LayerNorm(config.n_embd, config.norm_eps)}
 EMBEDDING_NORMS.add("rwkv4")

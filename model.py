@@ -77,6 +77,8 @@ class ModelConfig:
     documents: Literal["join", "pack"] = "join"  # pack: start each document in a window from an empty state
     end_of_text: int = -1  # with pack: the token that ends a document; -1: the dataset's
     loss_from_logits: bool = False  # train on the loss of LM.forward's logits: for editing them; needs more memory
+    norm_eps: float = 1e-5  # of the norms before branches and before the head
+    tie_head: bool = True  # the head is the embedding; false: a matrix of its own
     backend: str = ""  # which operators run: torch (plain PyTorch, to edit), cpu, cuda, fused; empty: the fastest
 
     places = range(1024)  # layers that are built: all; the toys of inspection/self_check.py have fewer
@@ -123,6 +125,8 @@ BACKENDS = ("", *choose.BACKENDS)
 # (initialisation.py). Then it has:
 #   forward(x, state=None) -> (y, state)  x, y (B, T, n_embd); state: tensors (B, ...); None: start empty, keep none
 #   initial_state(batch_size, device)     the state before the first token; mixers without it have forward(x) -> y
+#   passes = True                         forward(x, state, passed) -> (y, state, passed) then also takes what earlier
+#                                         layers passed on, None before the first that does, and passes something on
 #   operator                              the operator that mixes tokens, a key of kernels.choose.BODIES, which also
 #                                         gives the FLOPs (inspection/counting.py); without an operator set `flops`
 
@@ -351,10 +355,11 @@ POSITIONS = {}  # family -> its learned positions
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight."""
 
-    def __init__(self, config, eps=1e-5):
+    def __init__(self, config, eps=0.0):
         super().__init__()
         self.weight = parameter(config.n_embd, start=constant(1.0))
-        self.eps, self.backend = eps, config.backend
+        self.eps = eps or config.norm_eps
+        self.backend = config.backend
 
     def forward(self, x):
         return rms_norm(x, self.weight, self.eps, backend=self.backend)
@@ -367,10 +372,13 @@ class Branch(nn.Module):
         super().__init__()
         self.norm, self.mixer = norm, mixer
 
-    def forward(self, h, state=None):
+    def forward(self, h, state=None, passed=None):
         x = self.norm(h)
+        if hasattr(self.mixer, "passes"):
+            return self.mixer(x, state, passed)
         out = self.mixer(x, state) if self.has_state else self.mixer(x)
-        return out if isinstance(out, tuple) else (out, None)
+        out, state = out if isinstance(out, tuple) else (out, None)
+        return out, state, passed
 
     @property
     def has_state(self):
@@ -391,13 +399,13 @@ class Layer(nn.Module):
         super().__init__()
         self.branches = nn.ModuleList(branch(norm(config), mixer(config, index)) for mixer in mixers)
 
-    def forward(self, h, state=None):
+    def forward(self, h, state=None, passed=None):
         after = []
         for branch, s in zip(self.branches, state or [None] * len(self.branches), strict=True):
-            y, s = branch(h, s)
+            y, s, passed = branch(h, s, passed)
             h = h + y
             after.append(s)
-        return h, after
+        return h, after, passed
 
 
 def where_is(cls):
@@ -449,6 +457,8 @@ def check_sizes(config):
         raise ValueError(f"dt_rank {config.dt_rank} must be at least 1, or 0 for n_embd / 16")
     if config.window < 0:
         raise ValueError(f"window {config.window} must be at least 1, or 0 for half of block_size")
+    if config.norm_eps <= 0:
+        raise ValueError(f"norm_eps {config.norm_eps} must be above 0")
     if config.backend not in BACKENDS:
         raise ValueError(f"unknown backend {config.backend!r}: choose one of {', '.join(BACKENDS[1:])}, or none")
 
@@ -473,6 +483,8 @@ class LM(nn.Module):
         first, last = config.families[0], config.families[-1]  # their norms stand before and after all layers
         self.embed_norm = norm_of(first)(config) if first in EMBEDDING_NORMS else nn.Identity()
         self.norm = norm_of(last)(config)
+        if not config.tie_head:
+            self.head = linear(config.n_embd, config.vocab_size, start=normal(0.02))
         self.positions = POSITIONS[first](config) if first in POSITIONS else None
         draw(self, seed)
         if config.documents == "pack":
@@ -524,12 +536,13 @@ class LM(nn.Module):
         if last_only:
             h = h[:, -1:]
         h = self.norm(h)
+        head = self.embed if self.config.tie_head else self.head
         logits = loss = None
         from_logits = self.config.loss_from_logits or self.config.backend == "torch" or torch.compiler.is_compiling()
         if loss_only and not from_logits:
-            loss = linear_cross_entropy(h, self.embed.weight, targets)
+            loss = linear_cross_entropy(h, head.weight, targets)
         else:  # also with loss_only, if compiling: torch.compile fuses these lines
-            logits = F.linear(h, self.embed.weight)  # (B, T, vocab_size)
+            logits = F.linear(h, head.weight)  # (B, T, vocab_size)
             if targets is not None:
                 loss = cross_entropy(logits, targets)
         if loss_only:
@@ -552,9 +565,10 @@ class LM(nn.Module):
         if self.config.documents == "pack" and state is None:
             starts = (idx == self.config.end_of_text).roll(1, 1)
         after = []
+        passed = None  # from layer to layer
         with documents(starts):
             for layer, s in zip(self.layers, state or [None] * len(self.layers), strict=True):
-                h, s = layer(h, s)
+                h, s, passed = layer(h, s, passed)
                 after.append(s)
         return h, after
 

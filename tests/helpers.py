@@ -46,6 +46,16 @@ def tracked():
                   and name.parts[0] not in ("out", "build", "wheels") and "__pycache__" not in name.parts)
 
 
+def copied_tree(folder, **changes):
+    """A copy of the code without its tests in a folder; changes: function of a file's text, by its stem."""
+    for name in tracked():
+        if name.endswith((".py", ".cu", ".h")) and not name.startswith("tests/"):
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(changes.get(path.stem, str)((ROOT / name).read_text()))
+    return folder
+
+
 def left_behind(path):
     """The temporary name of a writer of `path` that was killed."""
     context = multiprocessing.get_context("fork")

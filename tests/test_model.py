@@ -8,10 +8,13 @@ import copy
 import dataclasses
 import inspect
 import itertools
+import json
 import math
+import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -20,6 +23,7 @@ import mpmath
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import copied_tree
 from operators import OPERATORS, conv_true, recurrence
 from scipy import stats
 from torch import nn
@@ -726,7 +730,7 @@ def test_as_released():
     close(logits, whole)
     h = lm.embed(idx) + lm.positions.weight[:24]
     for layer in lm.layers:
-        h, _ = layer(h)
+        h, _, _ = layer(h)
     close(whole, lm.norm(h) @ lm.embed.weight.T)
     with pytest.raises(ValueError, match="^rwkv_released has positions up to block_size 24, not 25: [^\n]*$"):
         lm(idx[:, :1], state=state)
@@ -764,13 +768,11 @@ class Mean(nn.Module):
         return self.linear(x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None])
 
 
-def test_a_mixer_is_its_forward(monkeypatch, tmp_path):
-    """One class, one row in FAMILIES, a config of three lines; what it leaves out is said."""
+def test_a_mixer_is_its_forward(monkeypatch):
+    """What it leaves out is said."""
     monkeypatch.setitem(FAMILIES, "mean", [Mean])
-    (tmp_path / "mean.py").write_text('model = "mean"\nn_layer = 2\nn_embd = 32\n')
-    c = configurator.load(train.TrainConfig, [str(tmp_path / "mean.py"), "--vocab_size=64", "--dtype=float32"])
     torch.manual_seed(0)
-    lm = train.build_model(c, "cpu")
+    lm = LM(config("mean"))
     drawn, weight = nn.Linear(32, 32).weight.std().item(), lm.layers[1].branches[0].mixer.linear.weight
     assert weight.std().item() == pytest.approx(drawn, rel=0.1), "PyTorch's own initialisation"
     line, = counting.left_out(lm)
@@ -791,6 +793,83 @@ def test_the_flops_of_a_users_mixer_with_a_known_operator(monkeypatch):
     lm = LM(config("own"))  # the head, two maps, and 4 of 7 tokens on average
     assert counting.flops_per_token(lm, 7)["forward"] == 2 * 64 * 32 + 2 * 2 * 32 * 32 + 2 * 4 * 2 * 16 * 4
     assert "linear maps only" not in counting.left_out(lm)[0]
+
+
+PAGE = (CONFIG.parent / "docs" / "adding-a-model.md").read_text()
+BLOCKS = re.findall(r"`families/(\w+)\.py`[^`]*```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture
+def of_the_page():
+    """The families of docs/adding-a-model.md, as printed, in FAMILIES."""
+    with mock.patch.dict(FAMILIES):
+        for name, text in BLOCKS:
+            exec(text, {"__name__": f"families.{name}"})
+            assert torch.isfinite(LM(config(name))(tokens(2, 9), tokens(2, 9))[1])
+        yield
+
+
+@pytest.mark.usefixtures("of_the_page")
+def test_values_passed_between_layers():
+    """With states, recomputation and packed documents as any family; where all of the share is the first layer's, the
+    others' own values do not matter."""
+    for splits in ([1] * 24, [5, 1, 1, 16, 1]):
+        test_chunks_with_their_state_equal_the_whole("first_value", splits)
+    for documents in ("join", "pack"):
+        kept, again = (trained("first_value", torch.float32, how, documents=documents, end_of_text=63)[3]
+                       for how in ("none", "block"))
+        assert all(torch.equal(gradient, again[name]) for name, gradient in kept.items())
+    test_packed_documents_are_those_read_alone("first_value", "")
+    lm, idx = tiny("longhorn", pattern="first_value,llama", n_layer=4), tokens(2, 24)
+    first, later = (lm.layers[i].branches[0].mixer for i in (0, 2))
+    later.share.data.fill_(100.0)
+    before = lm(idx)[0]
+    later.v.weight.data.neg_()
+    assert torch.equal(lm(idx)[0], before)
+    first.v.weight.data.neg_()
+    assert not torch.allclose(lm(idx)[0], before, atol=0.1)
+
+
+PROGRAMS = """
+import runpy, shlex, sys
+for command in sys.argv[1:]:
+    sys.argv = shlex.split(command)
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as stop:
+        assert not stop.code, command
+"""
+ELSEWHERE = """
+import sys, torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+print("found", *model.generate(torch.tensor([[10]]), max_new_tokens=8, do_sample=False)[0].tolist())
+"""
+
+
+@pytest.mark.usefixtures("of_the_page")
+def test_families_of_files_of_ones_own_are_known_to_every_program(data, tmp_path):
+    """The blocks of the page as printed, in a copy of this tree; the export continues a text where there is no copy."""
+    root, out = tmp_path / "copy", tmp_path / "run"
+    path, text = re.search(r"`(config/\w+\.py)`:\n\n((?:    .*\n)+)", PAGE).groups()
+    (copied_tree(root) / path).write_text(textwrap.dedent(text))
+    for name, text in BLOCKS:
+        (root / "families" / f"{name}.py").write_text(text)
+    train = (f"train.py {path} --dataset={data} --out_dir={out} --pattern=average,first_value --n_layer=2 --n_embd=32 "
+             "--n_head=2 --block_size=32 --batch_tokens=256 --schedule=constant --eval_interval=0 --eval_block_size=32 "
+             "--recompute=block --resume=auto --max_iters=")
+    commands = [f"{train}3", f"{train}6", f"sample.py --out_dir={out} --temperature=0 --max_new_tokens=8",
+                f"export.py --out_dir={out} --to={tmp_path / 'hf'}",
+                f"experiments/extrapolation.py --checkpoint {out} --lengths=32,64 --eval_tokens=256 "
+                f"--out={tmp_path / 'far.json'}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_MODULES_CACHE": str(tmp_path / "modules"),
+                   "LONGHORN_BUILD_DIR": str(CONFIG.parent / "build"), "HF_HUB_OFFLINE": "1"}
+    for where, options in ((root, ["-c", PROGRAMS, *commands]), (tmp_path, ["-I", "-c", ELSEWHERE, tmp_path / "hf"])):
+        said = subprocess.run([sys.executable, *options], cwd=where, env=environment, capture_output=True, text=True)
+        assert said.returncode == 0, said.stderr
+    code = json.loads((out / "config.json").read_text())["environment"]["code_files"]
+    assert {f"families/{name}.py" for name, _ in BLOCKS} <= code.keys()
+    written = sample.generate(sample.load_model(out)[0], torch.tensor([[10]]), 8, temperature=0)
+    assert said.stdout.split("found ")[1].split() == list(map(str, written[0].tolist()))
 
 
 # ------------------------------------------------------------------------------------------------------------- patterns
@@ -902,15 +981,6 @@ def test_what_no_sequence_can_be_is_refused_in_a_line():
     for state in (lm.initial_state(3), lm.initial_state(1), lm.initial_state(2)[1:]):
         with pytest.raises(ValueError, match=r"^state does not fit 1 layers and a batch of 2: [^\n]*$"):
             lm(idx, state=state)
-
-
-def test_every_program_knows_the_files_of_families():
-    """Each is imported because it is there, in a process of its own."""
-    names = sorted(path.stem for path in (CONFIG.parent / "families").glob("[!_]*.py"))
-    for program in ("sample", "tools.parameters"):
-        code = f"import sys, {program}; print(*sorted(m[9:] for m in sys.modules if m.startswith('families.')))"
-        said = subprocess.check_output([sys.executable, "-c", code], cwd=CONFIG.parent, text=True)
-        assert said.split() == names and "released" in names
 
 
 def test_the_table_is_printed(capsys, monkeypatch):

@@ -170,13 +170,13 @@ def joined(states):
     return torch.cat(states)
 
 
-def recomputed(layer, h, state=None):
+def recomputed(layer, h, state=None, passed=None):
     """A layer's forward, which in training is computed again in the backward pass."""
     forward = type(layer).forward
     if state is not None or not (layer.training and torch.is_grad_enabled()):
-        return forward(layer, h, state)
+        return forward(layer, h, state, passed)
     same_documents = sys.modules[type(layer).__module__.rpartition(".")[0] + ".kernels.ops"].same_documents
-    return checkpoint(forward, layer, h, use_reentrant=False, context_fn=same_documents)
+    return checkpoint(forward, layer, h, None, passed, use_reentrant=False, context_fn=same_documents)
 
 
 class LonghornForCausalLM(PreTrainedModel, GenerationMixin):

@@ -301,7 +301,7 @@ class Recall(LM):
             h = h + self.positions.weight[past:past + h.shape[1]]
         h, after = F.dropout(self.embed_norm(h), self.dropout, self.training), []
         for layer, s in zip(self.layers, state or [None] * len(self.layers), strict=True):
-            h, s = layer(h, s)
+            h, s, _ = layer(h, s)
             after.append(s)
         h, logits, loss = self.norm(h), None, None
         if targets is not None:
