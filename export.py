@@ -10,7 +10,7 @@ all sources that mixers.py and families/ import), so that transformers can load 
 tokenizer is known, the folder contains it too, for AutoTokenizer. `hf upload user/name FOLDER` publishes a folder.
 
     our name                                       LLaMA                                Mamba
-    embed.weight (also the head)                   model.embed_tokens                   backbone.embeddings
+    embed.weight (the head if tied, else lm_head)  model.embed_tokens                   backbone.embeddings
     layers.i.branches.0 norm, mixer.qkv, out_proj  layers.i input_layernorm, self_attn  layers.2i norm, mixer
     layers.i.branches.1 norm, mixer.w1, w3, w2     post_attention_layernorm, mlp        layers.2i+1 norm, mixer
 
@@ -18,11 +18,12 @@ One of our layers has two residual branches, so n_layer Mamba layers of ours are
 number of layers cannot be imported.
 
 One rule holds in both directions: transformers' model is built beside ours, from the same folder, and their logits on
-random tokens agree, or nothing is written. What our skeleton cannot express (an untied head, a bias, another rotary
-base) shows in the logits. An edited LLaMA or Mamba that transformers' class does not reproduce is exported under
-model_type "longhorn", with its code; so is one of packed documents, and any with --with_code. `--check=FOLDER` repeats
-the comparison on any later day and machine. That runs the code in the folder; an import runs none, and opens only JSON
-and safetensors; nothing is unpickled.
+random tokens agree, or nothing is written. An import knows a LLaMA or Mamba by the names of its tensors, whatever its
+model_type, and names everything at once that our skeleton cannot express (grouped queries, biases, another rotary base;
+docs/adding-a-model.md has a table). A LLaMA or Mamba whose source differs from the one committed here (COMMITTED) is
+exported under model_type "longhorn", with its code; so is one of packed documents, and any with --with_code.
+`--check=FOLDER` repeats the comparison on any later day and machine. That runs the code in the folder; an import runs
+none, and opens only JSON and safetensors; nothing is unpickled.
 """
 
 import contextlib
@@ -30,10 +31,12 @@ import dataclasses
 import hashlib
 import importlib.machinery
 import importlib.util
+import inspect
 import json
 import math
 import modulefinder
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -52,7 +55,7 @@ from common.errors import ConfigError, regular
 from common.files import sync_folder
 from data.prepared import DataError
 from data.tokenizer import Text
-from model import LM, ModelConfig, round_up
+from model import LM, ModelConfig, check_sizes, round_up
 from runtime import checkpoint
 from runtime.folder import lock_run_dir
 from runtime.records import NATIVE_SOURCES, BadRecord, fields, write_json
@@ -79,14 +82,25 @@ ROOT = Path(__file__).resolve().parent
 CODE, TOKENIZER = "modeling_longhorn.py", ("tokenizer.json", "tokenizer_config.json")
 FILES = ("config.json", "model.safetensors", "README.md", CODE, *TOKENIZER)
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mamba": "MambaForCausalLM"}
+EMBEDDINGS = {"llama": "model.embed_tokens.weight", "mamba": "backbone.embeddings.weight"}
 OURS = "longhorn"  # model_type of our own format
 FIXED = {"architectures": ["LonghornForCausalLM"], "model_type": OURS, "tie_word_embeddings": False,
          "auto_map": {"AutoConfig": "modeling_longhorn.LonghornConfig",
                       "AutoModelForCausalLM": "modeling_longhorn.LonghornForCausalLM"}}
-SETTINGS = [field.name for field in dataclasses.fields(ModelConfig) if field.name != "backend"]  # the machine's
 TOLERANCE = {"transformers": 1e-5, "longhorn": 1e-4}  # of the largest logit in float32, for whose class was written
 CHECK_TOKENS = 4096  # at most block_size
 NO_TRANSFORMERS = "the package transformers is missing: pip install -r requirements-test.txt"
+
+# What `source_hash` gives here, of the files HASHED: an edited one leaves with its code.
+COMMITTED = {"llama": "bc9028fe4b15", "mamba": "9f2bd3e80536"}
+HASHED = ("model", "mixers", "families", "kernels.ops")
+
+SIZES = {"n_layer": "num_hidden_layers", "n_embd": "hidden_size", "vocab_size": "vocab_size",
+         "tie_head": "tie_word_embeddings"}  # our setting: theirs
+SIZES = {"llama": {**SIZES, "n_head": "num_attention_heads", "block_size": "max_position_embeddings",
+                   "norm_eps": "rms_norm_eps"},
+         "mamba": {**SIZES, "dt_rank": "time_step_rank", "d_state": "state_size", "d_conv": "conv_kernel",
+                   "expand": "expand", "block_size": "block_size", "norm_eps": "layer_norm_epsilon"}}
 
 # their name -> our name: within a layer of LLaMA's, and within one of Mamba's, which is a branch of ours
 LLAMA = {"input_layernorm": "0.norm", "self_attn.o_proj": "0.mixer.out_proj", "post_attention_layernorm": "1.norm",
@@ -111,8 +125,9 @@ def names(config, kind):
     kind: a family of ARCHITECTURES, for transformers' names, in which a qkv matrix (3 d, d) has three names; any other
     for our own.
     """
+    found = {} if config.tie_head else {"lm_head.weight": ("head.weight", None)}
     if kind == "llama":  # both rotate by halves
-        found = {"model.embed_tokens.weight": ("embed.weight", None), "model.norm.weight": ("norm.weight", None)}
+        found |= {"model.embed_tokens.weight": ("embed.weight", None), "model.norm.weight": ("norm.weight", None)}
         for i in range(config.n_layer):
             there, ours = f"model.layers.{i}", f"layers.{i}.branches"
             for part, letter in enumerate("qkv"):
@@ -121,7 +136,7 @@ def names(config, kind):
                 found[f"{there}.{name}.weight"] = (f"{ours}.{our_name}.weight", None)
         return found
     if kind == "mamba":
-        found = {"backbone.embeddings.weight": ("embed.weight", None), "backbone.norm_f.weight": ("norm.weight", None)}
+        found |= {"backbone.embeddings.weight": ("embed.weight", None), "backbone.norm_f.weight": ("norm.weight", None)}
         for i in range(2 * config.n_layer):
             for name, our_name in MAMBA.items():
                 found[f"backbone.layers.{i}.{name}"] = (f"layers.{i // 2}.branches.{i % 2}.{our_name}", None)
@@ -158,8 +173,7 @@ def as_in_file(state, config, kind):
 def filled(config, tensors, kind):
     """LM(config) in evaluation mode, with copies of a file's tensors in float32; the inverse of `as_in_file`. Raises
     ConfigError for one that is missing, of another shape or, of our own format, left over."""
-    lm = skeleton(config)
-    shapes, expected = weights_of(lm), as_in_file(lm.state_dict(), config, kind)
+    expected = as_in_file(skeleton(config).state_dict(), config, kind)
     for name, t in expected.items():
         there = tuple(tensors[name].shape) if name in tensors else "missing"
         if there != tuple(t.shape):
@@ -168,12 +182,12 @@ def filled(config, tensors, kind):
             raise ConfigError(f"the tensor {name} is {tensors[name].dtype}: no quantised weights are supported")
     if kind not in ARCHITECTURES and (more := tensors.keys() - expected.keys()):
         raise ConfigError(f"the tensor {min(more)} does not exist in our model")
-    pieces = {}  # our name: the parts of the tensor, in order
-    for name, (our_name, _) in names(config, kind).items():
-        pieces.setdefault(our_name, []).append(tensors[name].detach().cpu())
     weights = {}
-    for name, parts in pieces.items():
-        weights[name] = torch.cat(parts).reshape(shapes[name].shape) if shapes[name].ndim else parts[0]
+    for name, (our_name, part) in names(config, kind).items():
+        t = tensors[name].detach().cpu()
+        if name.endswith("conv1d.weight"):
+            t = t.squeeze(1)  # (d_inner, d_conv)
+        weights[our_name] = torch.cat([weights[our_name], t]) if part else t
     lm = LM(config)  # not the skeleton: a mixer may hold tensors that no file has
     lm.load_state_dict(weights, strict=False)
     return lm.eval()
@@ -197,9 +211,9 @@ def to_hf(lm, dtype=torch.float32, end_of_text=None, kind=None):
     config = {"dtype": str(dtype).removeprefix("torch."), "eos_token_id": end_of_text, "bos_token_id": end_of_text,
               "pad_token_id": None}
     if kind not in ARCHITECTURES:
-        settings = {name: getattr(lm.config, name) for name in SETTINGS}
-        if lm.config.backend == "torch":  # its plain operators may have been edited
-            settings["backend"] = "torch"
+        settings = dataclasses.asdict(lm.config)
+        if settings["backend"] != "torch":  # whose operators may have been edited; any other is the machine's
+            del settings["backend"]
         return {**FIXED, **config, **settings}, tensors
     return {**config, **theirs_config(lm, kind)}, tensors
 
@@ -207,19 +221,29 @@ def to_hf(lm, dtype=torch.float32, end_of_text=None, kind=None):
 def theirs_config(lm, kind):
     """The fields of transformers' config for a LLaMA or a Mamba."""
     c, mixer = lm.config, lm.layers[0].branches[1].mixer
-    config = {"architectures": [ARCHITECTURES[kind]], "model_type": kind, "vocab_size": c.vocab_size,
-              "hidden_size": c.n_embd, "hidden_act": "silu", "tie_word_embeddings": True, "use_cache": True,
-              "initializer_range": 0.02}
+    config = {"architectures": [ARCHITECTURES[kind]], "model_type": kind, "hidden_act": "silu",
+              **{theirs: getattr(c, ours) for ours, theirs in SIZES[kind].items()}}
     if kind == "llama":
         return config | {
-            "num_hidden_layers": c.n_layer, "num_attention_heads": c.n_head, "num_key_value_heads": c.n_head,
-            "head_dim": c.n_embd // c.n_head, "intermediate_size": mixer.w1.out_features, "rms_norm_eps": 1e-5,
-            "max_position_embeddings": c.block_size, "attention_dropout": 0.0, "attention_bias": False,
-            "mlp_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    return config | {
-        "num_hidden_layers": 2 * c.n_layer, "state_size": c.d_state, "conv_kernel": c.d_conv, "expand": c.expand,
-        "intermediate_size": mixer.d_inner, "time_step_rank": mixer.R, "layer_norm_epsilon": 1e-5,
-        "use_bias": False, "use_conv_bias": True, "residual_in_fp32": True, "block_size": c.block_size}
+            "num_key_value_heads": c.n_head, "head_dim": c.n_embd // c.n_head,
+            "intermediate_size": mixer.w1.out_features, "attention_bias": False, "mlp_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    return config | {"num_hidden_layers": 2 * c.n_layer, "intermediate_size": mixer.d_inner,
+                     "time_step_rank": mixer.R, "use_bias": False, "use_conv_bias": True, "residual_in_fp32": True}
+
+
+def source_hash(lm):
+    """A hash of the source of an LM's methods and of all that these call in HASHED."""
+    todo, sources = [cls for module in lm.modules() for cls in type(module).__mro__], {}
+    for thing in todo:  # which grows
+        if thing in sources or not thing.__module__.startswith(HASHED):
+            continue
+        sources[thing], named = "", vars(thing).values()
+        if inspect.isfunction(thing):
+            sources[thing], around = inspect.getsource(thing), vars(sys.modules[thing.__module__])
+            named = [around[word] for word in re.findall(r"(\w+)\(", sources[thing]) if word in around]
+        todo += [value for value in named if inspect.isfunction(value) or inspect.isclass(value)]
+    return hashlib.sha256("".join(sorted(sources.values())).encode()).hexdigest()[:12]
 
 
 def modelling_code():
@@ -281,6 +305,8 @@ def export_run(config):
             reason = NO_TRANSFORMERS
         elif lm.config.documents == "pack" and lm.config.end_of_text >= 0:
             reason = "it reads on after the token that ends a document (documents=pack)"
+        elif source_hash(lm) != COMMITTED[kind]:
+            reason = "the source of its classes is not the committed one"
         else:
             try:
                 return written(config, lm, meta, kind)
@@ -411,10 +437,13 @@ def import_folder(config):
     for name, (kind, absent) in NOTES.items():
         value = run.get(name) if isinstance(run, dict) else None
         notes[name] = value if type(value) is kind else absent
-    if config.tokenizer == "gpt2":
+    chosen = config.tokenizer
+    if chosen == "auto" and not notes["tokenizer"] and Path(config.from_hf, TOKENIZER[0]).exists():
+        chosen = f"hf:{config.from_hf}"
+    if chosen == "gpt2":
         notes |= {"tokenizer": "gpt2", "table": None}
-    elif config.tokenizer != "auto":
-        text = Text(config.tokenizer, vocab=config.vocab or None)
+    elif chosen != "auto":
+        text = Text(chosen, vocab=config.vocab or None)
         notes |= {"tokenizer": text.name, "table": text.table}
     tensors, structure = checkpoint.flatten({"model": lm.state_dict()})
     meta = {"skeleton": structure, "config": dataclasses.asdict(lm.config), **notes, "imported_from": config.from_hf}
@@ -424,25 +453,26 @@ def import_folder(config):
             checkpoint.save(path, tensors, meta)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
+    unlike_defaults = dataclasses.asdict(lm.config).items() - dataclasses.asdict(ModelConfig()).items()
+    taken = ", ".join(f"{name}={value}" for name, value in sorted(unlike_defaults))
     unknown = "" if notes["tokenizer"] else " (first import it again with its --tokenizer, such as bytes or gpt2)"
-    print(f"wrote {path}: {lm.config.model}, {sum(p.numel() for p in lm.parameters()):,} parameters; "
-          f"next: python sample.py {shlex.quote(f'--out_dir={config.out_dir}')}{unknown}")
+    count = sum(p.numel() for p in lm.parameters())
+    print(f"wrote {path}, with {taken}: {lm.config.model}, {count:,} parameters; next: python sample.py "
+          f"{shlex.quote(f'--out_dir={config.out_dir}')}{unknown}")
 
 
 def load(folder):
     """The LM, in evaluation mode, from a folder that export.py or transformers wrote. Raises ConfigError."""
     folder = Path(folder)
     config = read_json(folder / "config.json")
-    kind = config.get("model_type")
-    if kind != OURS and kind not in list(ARCHITECTURES):  # a list, because values from JSON may not be hashable
-        raise ConfigError(f"{folder}: model_type {kind!r} is not supported: only llama, mamba and this project's "
-                          "longhorn")
     files = weight_files(folder)
-    recorded = check_weights(files[0], config.get("run"))
     try:
-        if kind != OURS:
-            return beside_theirs(folder, kind)
-        lm = filled(our_config(config), tensors_in(files), OURS)
+        recorded = as_recorded(folder, config, ["config.json"])
+        if config.get("model_type") != OURS:
+            return beside_theirs(folder)
+        if gone := checkpoint.former_setting({"config": config}):
+            raise ValueError(gone)
+        lm = filled(sample.sizes_of(config), tensors_in(files), OURS)
         if recorded:
             compare_with_record(recorded, logits_of(lm, recorded["tokens"]), OURS)
     except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
@@ -450,49 +480,70 @@ def load(folder):
     return lm
 
 
-def beside_theirs(folder, kind):
-    """Our LM with the weights of transformers' model in a folder, if their logits agree. Raises ConfigError."""
+def beside_theirs(folder):
+    """Our LM with the weights of transformers' model in a folder, if their logits agree. Raises ConfigError, with all
+    reasons that are known before."""
     if not has_transformers():
         raise ConfigError(f"{NO_TRANSFORMERS} (an import is compared with its model)")
-    import transformers
-
+    transformers = quiet_transformers()
     try:
         there = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        sizes = {"n_embd": there.hidden_size, "n_layer": there.num_hidden_layers, "vocab_size": there.vocab_size}
-        if kind == "llama":
-            sizes |= {"n_head": there.num_attention_heads, "block_size": there.max_position_embeddings,
-                      "mlp_multiple": mlp_multiple(there.intermediate_size, there.hidden_size)}
-        else:
-            rank = there.time_step_rank
-            sizes |= {"n_layer": there.num_hidden_layers // 2, "d_state": there.state_size, "expand": there.expand,
-                      "d_conv": there.conv_kernel, "dt_rank": 0 if rank == math.ceil(there.hidden_size / 16) else rank,
-                      "block_size": getattr(there, "block_size", ModelConfig.block_size)}
-        sizes = ModelConfig(model=kind, **sizes)
-        skeleton(sizes)  # before transformers builds as many layers
+        check_sizes(ModelConfig(n_layer=there.num_hidden_layers))  # before transformers builds as many
+        with torch.device("meta"):  # takes no memory
+            model = transformers.AutoModelForCausalLM.from_config(there, trust_remote_code=False)
+        tensors = dict(model.named_parameters())
+        kinds = [kind for kind, name in EMBEDDINGS.items() if name in tensors]
+        sizes = theirs_sizes(there, kinds[0]) if kinds else None
     except Exception as error:  # transformers raises a dozen kinds
-        raise ConfigError(f"config.json describes no valid {kind}: {' '.join(str(error).split())[:200]}") from None
-    theirs = in_transformers(folder, kind)
-    lm = filled(sizes, theirs.state_dict(), kind)
+        raise ConfigError(f"config.json describes no valid model: {' '.join(str(error).split())[:200]}") from None
+    if not kinds:
+        raise ConfigError(f"model_type {there.model_type!r} has the tensor {min(tensors)}, and only LLaMA's names "
+                          f"({EMBEDDINGS['llama']}, ...) and Mamba's are known")
+    if reasons := reasons_against(there, sizes, tensors, kinds[0]):
+        raise ConfigError(f"our {kinds[0]} cannot express {'; '.join(reasons)}")
+    theirs = in_transformers(folder, kinds[0])
+    lm = filled(sizes, theirs.state_dict(), kinds[0])
     ours = logits_of(lm)
     with torch.inference_mode():
-        compare(theirs(random_tokens(sizes.vocab_size, len(ours))).logits[0], ours, kind)
+        compare(theirs(random_tokens(sizes.vocab_size, len(ours))).logits[0], ours, kinds[0])
     return lm
 
 
+def theirs_sizes(there, kind):
+    """The ModelConfig of transformers' config for a LLaMA or a Mamba."""
+    sizes = {ours: getattr(there, theirs, getattr(ModelConfig, ours)) for ours, theirs in SIZES[kind].items()}
+    if kind == "llama":
+        sizes["mlp_multiple"] = mlp_multiple(there.intermediate_size, there.hidden_size)
+    else:
+        sizes["n_layer"] //= 2
+    return ModelConfig(model=kind, **sizes)
+
+
 def mlp_multiple(hidden, d):
-    """An mlp_multiple that gives this hidden width, the default if it does. Raises ConfigError."""
-    for multiple in (ModelConfig.mlp_multiple, hidden):
-        if round_up(8 * d / 3, multiple) == hidden:
-            return multiple
-    raise ConfigError(f"intermediate_size {hidden} is less than 8/3 of hidden_size {d}")
+    """An mlp_multiple that gives this hidden width, the default if it does, where one can."""
+    usual = ModelConfig.mlp_multiple
+    return usual if round_up(8 * d / 3, usual) == hidden else hidden
 
 
-def our_config(config):
-    """The ModelConfig in a config.json of ours. Raises ConfigError."""
-    if gone := checkpoint.former_setting({"config": config}):
-        raise ConfigError(gone)
-    settings = {name: config[name] for name in SETTINGS if name in config}
-    return ModelConfig(**settings, backend="torch" if config.get("backend") == "torch" else "")
+def reasons_against(there, sizes, tensors, kind):
+    """What of transformers' model ours cannot express, in words. there: its config; tensors: {name: tensor} of it."""
+    heads, reasons = getattr(there, "num_attention_heads", None), []
+    groups = getattr(there, "num_key_value_heads", heads)
+    window = getattr(there, "sliding_window", None) or sizes.block_size
+    ours = {"rope_type": "default", "rope_theta": 10000}
+    rope = getattr(there, "rope_parameters", None) or {}
+    if groups != heads:
+        reasons.append(f"grouped queries (num_key_value_heads {groups}, num_attention_heads {heads})")
+    if window < sizes.block_size:
+        reasons.append(f"a window (sliding_window {window})")
+    if ours | rope != ours:
+        reasons.append(f"rope scaling or another base (rope_parameters {rope})")
+    expected = names(sizes, kind)
+    for words, some in (("the tensors", tensors.keys() - expected), ("no tensors", expected.keys() - tensors.keys())):
+        of_one_layer = {re.sub(r"\d+", "*", name): name for name in sorted(some, reverse=True)}
+        if some:
+            reasons.append(f"{words} {', '.join(sorted(of_one_layer.values()))}")
+    return reasons
 
 
 def weight_files(folder):
@@ -519,27 +570,12 @@ def tensors_in(files):
     return tensors
 
 
-def check_weights(path, run):
-    """What the export recorded of logits, if the file is as `write` wrote it, else None. Raises ConfigError if it is
-    damaged, or not the one that "run" in config.json names."""
-    try:
-        crc32 = checkpoint.checksum(path)
-    except checkpoint.CheckpointError:
-        return None  # others have none
-    run = run if isinstance(run, dict) else {}
-    expected = run.get("weights_crc32", crc32)
-    if crc32 != expected:
-        raise ConfigError(f"{path}: these are the weights of another export (checksum {crc32}, config.json names "
-                          f"{str(expected)[:20]}): take both files from one folder")
-    checkpoint.load(path, prefix="no tensor")
-    return run.get("verified")
-
-
 def read_json(path):
     try:
         return {**json.loads(regular(path).read_bytes())}
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}: give a folder with config.json and model.safetensors") from None
+        raise ConfigError(f"{path}: {error.strerror}: give a folder with config.json and model.safetensors; "
+                          f"{checkpoint.DOWNLOAD.format(os.path.dirname(path))}") from None
     except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path}: not a JSON object of settings: {error}") from None
 
@@ -590,13 +626,19 @@ def has_transformers():
     return importlib.util.find_spec("transformers") is not None
 
 
-def in_transformers(folder, kind):
-    """transformers' model in a folder, in float32: its own class or, of our format, the code in the folder. Raises
-    Unlike if it cannot be loaded, or only in part."""
+def quiet_transformers():
+    """The package, which then says nothing below an error."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def in_transformers(folder, kind):
+    """transformers' model in a folder, in float32: its own class or, of our format, the code in the folder. Raises
+    Unlike if it cannot be loaded, or only in part."""
+    transformers = quiet_transformers()
     try:
         loader, how = transformers.AutoModelForCausalLM, {"trust_remote_code": False, "use_safetensors": True}
         if kind not in ARCHITECTURES:  # not through transformers' cache of code
@@ -640,13 +682,44 @@ def compare_with_record(recorded, logits, kind):
     return compare(torch.tensor(recorded["logits"]), torch.tensor(fingerprint(logits)["logits"]), kind)
 
 
+def as_recorded(folder, there, files=()):
+    """What the export recorded of logits; None if it did not, or another program wrote the weights. Raises ConfigError
+    unless the weights and these files, by default all, are as it wrote them. there: config.json's content."""
+    path, run = folder / "model.safetensors", {**(there.get("run") or {})}
+    try:
+        crc32 = checkpoint.checksum(path)
+    except checkpoint.CheckpointError:
+        return None
+    if run.pop("weights_crc32", crc32) != crc32:
+        raise Unlike("its weights differ: they are the weights of another export (config.json names another checksum)")
+    checkpoint.load(path, prefix="no tensor")
+    if "verified" not in run:
+        return None
+    recorded = run["verified"] = {**run["verified"]}
+    sums, texts = recorded.pop("files"), {}
+    for name in sums:
+        if (folder / name).is_file():
+            texts[name] = (folder / name).read_bytes().decode(errors="replace")
+    now = checksums({**there, "run": run}, texts)
+    for name in files or sums:
+        if now.get(name) != sums[name]:
+            raise Unlike(f"its {name} is missing, damaged or edited since the export")
+    return recorded
+
+
 def check_folder(config):
     """--check: every file but the model card, and the logits against those at the export, or those of a run."""
     folder = Path(config.check)
     there = read_json(folder / "config.json")
-    checkpoint.load(folder / "model.safetensors", prefix="no tensor")
     try:
-        difference = check_record(folder, there, config.out_dir)
+        recorded, kind = as_recorded(folder, there), there["model_type"]
+        n = min(recorded["tokens"], CHECK_TOKENS)
+        logits = logits_from(folder, there, n)
+        if config.out_dir:
+            lm, _ = sample.load_model(config.out_dir)
+            difference = compare(logits_of(rounded(lm, getattr(torch, there["dtype"]), kind), n), logits, kind)
+        else:
+            difference = compare_with_record(recorded, logits, kind)
     except Unlike as error:
         raise ConfigError(f"{folder} is not the model that was exported: {error}") from None
     except (LookupError, TypeError, AttributeError, RuntimeError):
@@ -654,28 +727,6 @@ def check_folder(config):
                           "an earlier version") from None
     against = f"{config.out_dir}'s" if config.out_dir else "those at the export"
     print(f"{folder}: the files' checksums are right; logits agree to {difference:.0e} with {against}")
-
-
-def check_record(folder, there, out_dir):
-    """The difference of the logits. there: config.json's content. Raises Unlike, or whatever a record of another form
-    leads to."""
-    recorded, kind = there["run"]["verified"], there["model_type"]
-    if there["run"].pop("weights_crc32") != checkpoint.checksum(folder / "model.safetensors"):
-        raise Unlike("its weights differ (config.json names another checksum)")
-    sums, texts = recorded.pop("files"), {}
-    for name in sums:
-        if (folder / name).is_file():
-            texts[name] = (folder / name).read_bytes().decode(errors="replace")
-    now = checksums(there, texts)
-    for name in sums:
-        if now.get(name) != sums[name]:
-            raise Unlike(f"its {name} is missing, damaged or edited")
-    n = min(recorded["tokens"], CHECK_TOKENS)
-    logits = logits_from(folder, there, n)
-    if not out_dir:
-        return compare_with_record(recorded, logits, kind)
-    lm, _ = sample.load_model(out_dir)
-    return compare(logits_of(rounded(lm, getattr(torch, there["dtype"]), kind), n), logits, kind)
 
 
 # ---------------------------------------------------------------------------------------------------------- model card
