@@ -136,16 +136,21 @@ def families_of(runs, models=(), least=MB, with_embedding=False):
 # ---------------------------------------------------------------------------------------------------------- predictions
 
 def to_predict(families):
-    """{model: {(N, D): (size, tokens)}} of the runs of `sweep.py law_predicted`."""
+    """{model: {(N, D): (size, tokens)}} of the runs of `sweep.py law_predicted` that go on from a complete size,
+    or are of a larger one."""
     preset = sweep.PRESETS["law_predicted"]
     models = [model for model in preset.models if model in families]
     cells = sweep.reported_cells(preset, dict.fromkeys(itertools.product(models, preset.sizes), 1.0))
     sweep.estimate(cells)
     targets = {}
     for cell in cells:
-        embedding = sweep.vocabulary("pystdlib") * sweep.load(cell.argv).n_embd
-        place = float(cell.at["parameters"] - embedding), float(cell.at["tokens"])
-        targets.setdefault(cell.at["model"], {})[place] = cell.at["size"], cell.at["tokens"]
+        model, size, tokens = (cell.at[key] for key in ("model", "size", "tokens"))
+        family = families[model]
+        N = float(cell.at["parameters"] - sweep.vocabulary("pystdlib") * sweep.load(cell.argv).n_embd)
+        if size in family.sizes:
+            N = family.N[family.sizes.index(size)]
+        if size in family.sizes or N > family.N[-1]:
+            targets.setdefault(model, {})[N, float(tokens)] = size, tokens
     return targets
 
 
@@ -155,6 +160,8 @@ def predict(path, families, least, draws):
         raise ConfigError(f"--predict={path}: these predictions stand: name another file for those of other families")
     path.parent.mkdir(parents=True, exist_ok=True)
     targets = to_predict(families)
+    if not targets:
+        raise ConfigError("--predict: `sweep.py law_predicted` has no larger size, and continues none of these")
     found = fit.analyse(families, targets, least, draws)
     predictions = []
     for model, places in targets.items():
@@ -162,7 +169,7 @@ def predict(path, families, least, draws):
             low, loss, high = np.exp(found[f"{model} {N:.0f} {D:.0f}"]).tolist()
             by_power = math.exp(fit.power(families[model], N, D))
             predictions.append({"model": model, "size": size, "tokens": tokens, "low": low, "loss": loss, "high": high,
-                                "power": by_power, "is_larger": N not in families[model].N})
+                                "power": by_power, "is_larger": size not in families[model].sizes})
             print(f"{model} {size} {tokens:,}: {loss:.4f} ({low:.4f} .. {high:.4f}), by a power {by_power:.4f}")
     time = datetime.now(timezone.utc).isoformat(timespec="seconds")
     write_json(path, {"commit": environment()["commit"], "time": time, "predictions": predictions})

@@ -784,6 +784,7 @@ def test_predictions_are_written_once(law_page, tmp_path):
     rows = json.loads(path.read_text())["predictions"]
     places = [(row["size"], row["tokens"] >> 20) for row in rows]
     assert places == [("130K", 28), ("460K", 28), ("3.5M", 28), ("3.5M", 16)]
+    assert [row["is_larger"] for row in rows] == [False, False, True, True]
     assert all(row["low"] <= row["loss"] <= row["high"] != row["power"] for row in rows)
     with pytest.raises(ConfigError, match="these predictions stand"):
         law_program.main(argv)
