@@ -584,7 +584,7 @@ class Sweep(Experiment):
 
     def run(self):
         args = self.args
-        if args.command == "law" and not args.cluster and runner.visible_gpus():
+        if args.command == "law" and (args.gpu or not args.cluster and runner.visible_gpus()):
             args.command = "law_gpu"
         self.preset = self.chosen()
         self.per_gpu = self.preset.jobs_per_gpu

@@ -346,8 +346,10 @@ def test_the_law_on_a_gpu_is_a_ladder_to_the_papers_120M(monkeypatch, capsys):
         assert sorted(found) == pytest.approx([20, 20, 43, 43, 93, 93, 200, 200], rel=0.01)
     assert cells[-1].at["parameters"] == pytest.approx(128.6e6, rel=1e-3)  # the paper's 120M
     monkeypatch.setattr(runner, "visible_gpus", lambda: ["0"])
-    assert sweep.main(["law", "longhorn", "--dry-run"]) == 0
-    assert "=out/scaling_law_gpu/longhorn_8M_" in capsys.readouterr().out
+    for named in [], ["--gpu=H100"]:  # a GPU that is here, or one that need not be
+        assert sweep.main(["law", "longhorn", "--dry-run", *named]) == 0
+        monkeypatch.undo()
+        assert "=out/scaling_law_gpu/longhorn_8M_" in capsys.readouterr().out
 
 
 def test_the_rate_of_a_width_is_on_the_line_through_three():
