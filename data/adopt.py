@@ -69,7 +69,7 @@ def adopt(folder, vocab_size=None, dtype=None, tokenizer=None, bytes_per_token=N
 
 def vocabulary(folder, tokenizer, vocab_size):
     """What meta.json says of the tokenizer: {"tokenizer", "table", "vocab_size", "end_of_text"}. Raises DataError."""
-    if tokenizer is None:
+    if tokenizer is None or canonical(tokenizer) == "char":
         table = characters_of(folder / "meta.pkl", vocab_size)
         if not (table or vocab_size):
             raise DataError(f"{folder} does not say whose tokens these are: give --tokenizer=gpt2 if they are GPT-2's, "

@@ -489,7 +489,7 @@ def test_adopt_nanogpts_characters(tmp_path):
     (folder / "meta.pkl").write_bytes(pickle.dumps(table))
     np.save(folder / "val.npy", np.array([2, 1, 2, 0]))
     rejected(lambda: Tokens(folder), "not prepared", f"python data/adopt.py {folder}")
-    tokens = adopt(folder)
+    tokens = adopt(folder, tokenizer="chars")
     assert (tokens.meta["tokenizer"], tokens.meta["table"], tokens.vocab_size) == ("char", "\nbé", 3)
     assert tokens.train.tolist() == [1, 2, 0] and tokens.val.tolist() == [2, 1, 2, 0]
 
@@ -693,8 +693,10 @@ def test_a_divided_text_goes_on_after_kill_9(small_units, tmp_path):
 def test_a_folder_is_read_through(tmp_path, capsys):
     """Links are followed once, endings count in any case, and what is left out is counted."""
     corpus = tmp_path / "corpus"
+    odd = os.fsdecode(b"\xff.txt") if sys.platform == "linux" else "\U0010ffff.txt"  # which sorts last
     write_files(corpus, {
-        "A.TXT": "A", "d.jsonl/part.Jsonl": '{"text": "d"}', "b.md": "md", "c.py": "py", "c/LICENSE": "no ending",
+        odd: "odd", "A.TXT": "A", "d.jsonl/part.Jsonl": '{"text": "d"}', "b.md": "md", "c.py": "py",
+        "c/LICENSE": "no ending",
         "empty.txt": "", "bom.txt": "\ufeff", ".git/x.txt": "hidden", "__MACOSX/._A.txt": "hidden",
         "same.txt": "twice", "same2.txt": "twice", "../elsewhere/e.txt": "e" * 20})
     for name, target in (("e1", "../elsewhere"), ("e2", "../elsewhere"), ("loop", "."), ("f.txt", "A.TXT"),
@@ -704,14 +706,14 @@ def test_a_folder_is_read_through(tmp_path, capsys):
         file.write(b'{"text": "z"}\n')
     prepare = functools.partial(any_tokens.prepare, files=[corpus, corpus], tokenizer="bytes")
     tokens = prepare(tmp_path / "out")
-    assert b"".join(prepared_text(tokens)) == b"A\0d\0" + b"e" * 20 + b"\0twice\0twice\0z\0"
+    assert b"".join(prepared_text(tokens)) == b"A\0d\0" + b"e" * 20 + b"\0twice\0twice\0z\0odd\0"
     assert tokens.meta["recipe"]["left_out"] == {
         "ending in .md": 1, "ending in .py": 1, "without an ending": 1, "empty": 2, "hidden": 2, "met twice": 4,
         "links to nothing, or no files": 1}
     said = capsys.readouterr().err
     assert f"1 ending in .md ({corpus}/b.md)" in said and f"{corpus}/same2.txt that of {corpus}/same.txt" in said
     more = b"".join(prepared_text(prepare(tmp_path / "more", endings=(".MD", "lic*"))))
-    assert more == b"A\0md\0no ending\0d\0" + b"e" * 20 + b"\0twice\0twice\0z\0"
+    assert more == b"A\0md\0no ending\0d\0" + b"e" * 20 + b"\0twice\0twice\0z\0odd\0"
 
 
 GREEK = "αβγ, ünï 🙂\n" * 9
@@ -750,7 +752,9 @@ def test_documents_between_separators(tmp_path, monkeypatch, separator, between)
         parts = list(sources.read_file(tmp_path / "a.txt", sources.Reading(separator=separator)))
         assert "".join(text + "\0" * end for text, end in parts) == "".join(f"{text}\0" for text in texts)
     write_jsonl(tmp_path / "b.jsonl", texts)
-    rejected(lambda: any_tokens.prepare(tmp_path, files=[tmp_path / "b.jsonl"], separator="x"), "--separator is for")
+    for name, words in ("b.jsonl", "--separator is for"), ("a.txt", "--separator='<none>' is in none"):
+        rejected(lambda name=name: any_tokens.prepare(tmp_path / "out", files=[tmp_path / name], tokenizer="bytes",
+                                                      separator="<none>"), words)
 
 
 def metaspace(folder, **special):

@@ -98,6 +98,8 @@ def few_documents(units, reading, fraction):
             number += end
             if official or min(counts.values()) >= FEW:
                 return None
+    if reading.separator and sum(counts.values()) <= sum(map(len, units)):
+        raise DataError(f"--separator={reading.separator!r} is in none of the files: copy it from one, or leave it out")
     if marks:
         print(f"{USUAL_MARK} stands in the text {marks:,} times and is read as text: --separator='{USUAL_MARK}' lets "
               "it end documents of .txt files", file=sys.stderr)

@@ -265,7 +265,7 @@ def read_file(path, reading):
             yield from read_parquet(path, reading.column)
             return
         compression = PACKED.get(path.suffix.lower())
-        with pa.input_stream(path, compression=compression, buffer_size=1 << 20) as stream:
+        with stream_of(path, compression) as stream:
             chunks = decoded(stream, encoding_of(path, compression, reading.encoding))
             if kind == "json":
                 yield from read_lines(chunks, reading.column)
@@ -278,10 +278,23 @@ def read_file(path, reading):
         raise DataError(f"{path} cannot be read ({why}): repair it or take it out of --files") from None
 
 
+@contextlib.contextmanager
+def stream_of(path, compression):
+    """A binary stream of what a file holds, unpacked."""
+    import pyarrow as pa
+
+    with open(path, "rb") as file:  # whose name need not be UTF-8, as pyarrow demands
+        yield pa.input_stream(file, compression=compression) if compression else file
+
+
 def read_parquet(path, column):
     import pyarrow.parquet
 
-    file = pyarrow.parquet.ParquetFile(path)
+    with open(path, "rb") as stream:
+        yield from read_table(pyarrow.parquet.ParquetFile(stream), column)
+
+
+def read_table(file, column):
     if column not in file.schema_arrow.names:
         raise LookupError(has_no(column, file.schema_arrow.names))
     batches = file.iter_batches(1000, columns=[column])
@@ -345,11 +358,9 @@ def in_short(error):
 
 def encoding_of(path, compression, given):
     """`given`, unless the file is UTF-8 and not only ASCII: then it is that, whatever others beside it are."""
-    import pyarrow as pa
-
     if given is None:
         return None
-    with contextlib.suppress(ValueError), pa.input_stream(path, compression=compression) as stream:
+    with contextlib.suppress(ValueError), stream_of(path, compression) as stream:
         ascii_only = True
         for chunk in decoded(stream, None):
             ascii_only = ascii_only and chunk.isascii()
