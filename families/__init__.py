@@ -1,12 +1,15 @@
 """All families: those of model.py and mixers.py, and those of the files in this folder, where yours go too.
 
-A file holds mixers and adds a row to FAMILIES. Every program imports this folder, and with it each of its files.
+A file holds mixers and adds a row to FAMILIES. Every program imports this folder, and with it each of its files; one
+that cannot be imported ends the program in a line with its name.
 """
 
 import importlib
 import pkgutil
 
 import mixers  # noqa: F401  its rows first
+from common.errors import main_error
 
 for file in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{file.name}")
+    with main_error(f"families/{file.name}.py", Exception):
+        importlib.import_module(f"{__name__}.{file.name}")

@@ -31,7 +31,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
 
 import configurator
-import families  # noqa: F401
+import families
 import initialisation as parameters
 import mixers
 import model
@@ -828,6 +828,15 @@ def test_values_passed_between_layers():
     assert torch.equal(lm(idx)[0], before)
     first.v.weight.data.neg_()
     assert not torch.allclose(lm(idx)[0], before, atol=0.1)
+
+
+@pytest.mark.parametrize("text", ["import nothing_there\n", "x = (\n", "FAMILIES['x'] = []\n"])
+def test_a_file_that_cannot_be_imported_is_a_line_with_its_name(text, tmp_path, monkeypatch, capsys):
+    (tmp_path / "broken.py").write_text(text)
+    monkeypatch.setattr(families, "__path__", [str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        exec(Path(families.__file__).read_text(), {"__name__": "families", "__path__": families.__path__})
+    assert re.fullmatch(r"families/broken\.py: error: [^\n]+\n", capsys.readouterr().err)
 
 
 PROGRAMS = """
