@@ -15,7 +15,7 @@ from common.errors import ConfigError
 NONE = "has no counterpart, leave it out"
 EPOCHS = "give max_iters = epochs x tokens of the data / batch_tokens (a run says how many epochs it has)"
 PRETRAINED = "has no counterpart: python export.py --help says what can be imported, then give its folder"
-SAME = {  # setting: its other names
+SAME = {  # row: the names that have it
     "learning_rate": "lr max_lr",
     "micro_batch_size": "batch_size bs device_batch_size per_device_train_batch_size",
     "max_iters": "steps max_steps num_steps train_steps num_iterations iters iterations max_iterations",
@@ -37,6 +37,10 @@ SAME = {  # setting: its other names
     "checkpoint_interval": "save_interval save_steps save_every",
     "wandb_run_name": "run_name wandb_name",
     "init_from": "pretrained checkpoint ckpt load_from",
+    "backend": "scan_backend kernel",
+    "dtype=bfloat16": "bf16 fp16 amp",
+    EPOCHS: "epochs num_epochs num_train_epochs",
+    NONE: "dropout bias num_workers",
 }
 TRAIN = {
     "init_from=scratch": "leave it out: a run starts from scratch",
@@ -56,24 +60,13 @@ TRAIN = {
     "gradient_accumulation_steps": ("batch_tokens", "micro_batch_size", "block_size"),
     "always_save_checkpoint": "has no counterpart, leave it out: the best checkpoint and the newest are kept",
     "lr_decay_iters": "has no counterpart, leave it out: the learning rate falls until max_iters",
-    "dropout": NONE,
-    "bias": NONE,
-    "num_workers": NONE,
-    "epochs": EPOCHS,
-    "num_epochs": EPOCHS,
-    "num_train_epochs": EPOCHS,
     "start": "it is sample.py's --prompt",
-    "bf16": "dtype=bfloat16",
-    "fp16": "dtype=bfloat16",
-    "amp": "dtype=bfloat16",
     "gradient_checkpointing": "recompute=block",
     "resume_from_checkpoint": "resume=must",
     "gpus": "start it with torchrun --standalone --nproc_per_node=GPUS",
-    "scan_backend": "backend",
-    "kernel": "backend",
 }
-for new, names in SAME.items():
-    TRAIN |= dict.fromkeys(names.split(), new)
+for row, names in SAME.items():
+    TRAIN |= dict.fromkeys(names.split(), row)
 SAMPLE = {
     "init_from=resume": "leave it out: out_dir is the run's folder",
     "init_from=gpt2*": PRETRAINED + " as out_dir",

@@ -53,13 +53,14 @@ class Signals:
             numbers = os.read(reader, 4096)
             if not numbers:
                 break
-            for number in self.before.keys() & numbers:
+            came = self.before.keys() & numbers
+            for number in came:
                 if asked and number in ends:
                     write("interrupted at once: nothing saved since the last checkpoint")
                     os._exit(128 + number)  # sys.exit would wait for other processes
-            if not asked and self.before.keys() & numbers:
+            if came and not asked:
                 asked = True
-                name = signal.Signals(numbers[0]).name
+                name = signal.Signals(min(came)).name
                 write(f"{name}: the run stops after this micro-batch (of several processes: this step; or an "
                       f"evaluation) and saves; a second {second} ends it at once")
         os.close(reader)

@@ -182,6 +182,7 @@ def test_a_second_signal_does_not_wait_for_cells_that_save(tmp_path, drive_gated
     wait_until(both_have(tmp_path, "held"))
     driver.send_signal(signal.SIGINT)
     wait_until(both_have(tmp_path, "saving"))
+    assert "stopping: runs save; a second signal kills them" in driver.said()
     driver.send_signal(signal.SIGINT)
     assert driver.wait(120) == 0 and "stopped: 4 of 4 cells are left" in driver.said()
     assert cell_events(tmp_path, "c0") == ["started", "from0"]

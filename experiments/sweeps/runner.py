@@ -233,6 +233,7 @@ class Driver:
                 self.look()
                 if len(self.signals) > stops:
                     stops = len(self.signals)
+                    self.say("killing the runs" if stops > 1 else "stopping: runs save; a second signal kills them")
                     self.engine.stop(kill=stops > 1)
                 self.bar.set_postfix_str(self.counts())
                 self.wake.wait(self.engine.poll_seconds)
