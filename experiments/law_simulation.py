@@ -98,8 +98,8 @@ def save(counts, args, sweeps):
     forms = {}
     for form, quantities in counts.items():
         forms[form] = {}
-        for key, (held, sweeps, widths) in quantities.items():
-            forms[form][key] = {"held": held, "of": sweeps, "width": round(widths / sweeps, 5)}
+        for key, (held, of, widths) in quantities.items():
+            forms[form][key] = {"held": held, "of": of, "width": round(widths / of, 5)}
     command = f"python experiments/law_simulation.py {args.record} --sweeps={sweeps} --draws={args.draws}"
     write_json(args.record, {"command": command, "forms": forms})
 

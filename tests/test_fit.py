@@ -1,6 +1,7 @@
 """fit.py and compare.py against independent truths: known constants, other minimisers, scipy, formulas."""
 
 import itertools
+import json
 import math
 
 import numpy as np
@@ -203,11 +204,18 @@ def test_intervals_grow_with_the_noise():
         assert low < middle < high and found["b 4000000 16777216"][0] < found["b 4000000 16777216"][2]
         widths.append(high - low)
     assert 4 < widths[1] / widths[0] < 25
-    counts = {}
-    for i in range(3):
-        law_simulation.simulate(counts, i, 2)
-    assert all(counts[form]["llama tokens"][1] == 25 for form in fit.FORMS)
-    assert len([key for key in counts["gamma"] if "alpha" in key]) == 0 and "longhorn alpha" in counts["additive"]
+
+
+def test_the_record_of_simulated_sweeps(tmp_path):
+    """A sweep per form; alpha is none of gamma's; 25 ratios at equal size."""
+    path = tmp_path / "law/simulation.json"
+    law_simulation.main([str(path), "--sweeps=3", "--draws=2"])
+    record = json.loads(path.read_text())
+    assert record["command"].endswith("simulation.json --sweeps=3 --draws=2")
+    for form, counts in record["forms"].items():
+        assert counts["llama tokens"]["of"] == 25 and counts["llama compute"]["of"] == 1
+        assert ("longhorn alpha" in counts) == (form != "gamma")
+        assert all(0 <= count["held"] <= count["of"] and count["width"] > 0 for count in counts.values())
 
 
 def test_a_sweep_becomes_families():
