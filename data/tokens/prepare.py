@@ -465,7 +465,7 @@ class Source:
     end_of_text: str = None  # the token of an hf: tokenizer that ends a document, where its name is unusual
     text_column: str = "text"  # of parquet, jsonl and the hub
     encoding: str = None  # of files that are not UTF-8 and have no byte order mark: latin-1, utf-16-le, ...
-    separator: str = None  # between the documents of a .txt file: "<|endoftext|>", or "\\n\\n"
+    separator: str = None  # between the documents of a .txt file: "<|endoftext|>", or "\n\n"
     endings: tuple[str, ...] = ()  # of further files that are text: .md,.py; of names: wiki_*
     val_fraction: Share = None  # of documents, where no split is official; not given: 0.0005, of few texts a tenth
     out: Path = None  # folder to write; not given: data/ and the recipe's name
