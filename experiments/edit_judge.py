@@ -4,14 +4,15 @@ snapshot, with its model and weights on real windows; prints one line of JSON, a
     python experiments/edit_judge.py RUN CONFIG [--key=value ...]
 
     reported, plain    the run's loss of the first documents, and that of the model's logits
-    beside, alone      the loss of the first halves of windows: read together; one by one, the last first, with other
-                       second halves
+    beside, alone      the loss of a token in each window: all read together; one by one, the last first, with other
+                       tokens behind it
 """
 
 import json
 import os
 import sys
 from pathlib import Path
+from statistics import fmean
 
 sys.path[0] = os.getcwd()  # the snapshot's modules, not those beside this file
 
@@ -23,7 +24,7 @@ import train  # noqa: E402
 from evaluation.validation import Evaluate, by_document  # noqa: E402
 from runtime import checkpoint, distributed  # noqa: E402
 
-TOKENS, ROWS = 2**16, 16  # of the documents, of the windows
+TOKENS, ROWS = 2**16, 64  # of the documents; windows
 
 
 class Plain:
@@ -57,21 +58,22 @@ def main(folder, argv):
     losses = json.loads((folder / "result.json").read_text())["val_document_losses"]
     reported = sum(n * loss for n, loss in zip(counts, losses, strict=False)) / sum(counts)
     x, y = next(data.eval_batches(judge.final_windows, 0, 1, ROWS))
-    half = x.shape[1] // 2
-    other = x.clone()
-    other[:, half:] = x[:, half:].flip(1)
     model.eval()
     with torch.no_grad(), distributed.autocast(config, device):
-        beside = of_first_half(model, x, y)
-        alone = [of_first_half(model, other[row:row + 1], y[row:row + 1]) for row in reversed(range(len(x)))]
-    print(json.dumps({"reported": reported, "plain": plain, "beside": beside, "alone": sum(alone) / len(alone)}))
+        together = of_tokens(model, x, y)
+        beside, alone = [], []
+        for row in reversed(range(len(x))):
+            end = x.shape[1] * (len(x) + row) // (2 * len(x))  # from the middle on, another one for each
+            other = torch.cat([x[row, :end], x[row, end:].flip(0)])
+            beside.append(together[row, end - 1].item())
+            alone.append(of_tokens(model, other[None], y[row:row + 1])[0, end - 1].item())
+    print(json.dumps({"reported": reported, "plain": plain, "beside": fmean(beside), "alone": fmean(alone)}))
 
 
-def of_first_half(model, x, y):
-    """The loss of the first half of each window, with logits of the whole."""
-    half = x.shape[1] // 2
-    logits = model.model(x)[0][:, :half]
-    return F.cross_entropy(logits.float().flatten(0, 1), y[:, :half].flatten(), ignore_index=-1).item()
+def of_tokens(model, x, y):
+    """(B, T), of each token."""
+    logits = model.model(x)[0].float()  # (B, T, vocab_size)
+    return F.cross_entropy(logits.transpose(1, 2), y, ignore_index=-1, reduction="none")
 
 
 if __name__ == "__main__":
