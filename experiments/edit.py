@@ -58,7 +58,7 @@ CURVE_PAIRS, FEWEST = 4, 6  # pairs whose run of HEAD also ends at 1/4 and 1/2; 
 USUAL_SD, USUAL_SLOPE = 0.009, 0.27  # nats, after 512 steps at 460K: of pairs, and per e-fold of tokens
 PROBE = REPO / "experiments" / "edit_probe.py"
 JUDGE = REPO / "experiments" / "edit_judge.py"
-ALIKE = 2e-3  # nats that a version's loss may be off its plain cross-entropy: rounding of 16 bits
+ALIKE = {"float32": 5e-4, "bfloat16": 2e-3}  # nats by which two ways to measure a version may differ: rounding
 
 
 # ------------------------------------------------------------------------------------------------------------- versions
@@ -295,11 +295,12 @@ class Comparison:
         cell = self.cell(name, 1)
         if cell.name not in self.rows:  # it diverged
             return
+        allowed = ALIKE[self.facts["dtype"]]
         nats = ask(JUDGE, name, self.roots[name], self.folder.resolve() / cell.name, *cell.argv)
-        if not abs(nats["reported"] - nats["plain"]) < ALIKE:
+        if not abs(nats["reported"] - nats["plain"]) < allowed:
             raise ConfigError(f"{name} is not measured as others are: its loss is {nats['reported']:.4f} nats, and the "
                               f"cross-entropy of its logits {nats['plain']:.4f}: leave the loss in eval mode alone")
-        if not abs(nats["beside"] - nats["alone"]) < ALIKE:
+        if not abs(nats["beside"] - nats["alone"]) < allowed:
             raise ConfigError(f"{name} is not measured as others are: with other later tokens, rows beside it and text "
                               f"before, its loss is {nats['alone']:.4f} nats in place of {nats['beside']:.4f}: let it "
                               "read nothing but the tokens before")

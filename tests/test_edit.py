@@ -274,7 +274,7 @@ REFUSED = [  # edit, arguments, words of the line
     (lambda repo: change(repo, FAILS="out of memory", SEED="b"), ["--out=out/it diverged"], "the edit does not run: "),
     (lambda repo: change(repo, DATA="other"), [], "train data of the edit: other, where runs before have d"),
     (lambda repo: change(repo, DTYPE="bfloat16"), [], "dtype of the edit: bfloat16, where runs before have float32"),
-    (lambda repo: change(repo, ADDS=0.0021), [], "its loss is 2.0000 nats, and the cross-entropy of its logits 2.0021"),
+    (lambda repo: change(repo, ADDS=0.0006), [], "its loss is 2.0000 nats, and the cross-entropy of its logits 2.0006"),
     (lambda repo: change(repo, PEEKS=-0.5), [], "its loss is 2.5000 nats in place of 3.0000"),
     (lambda repo: change(repo, WINDOW=32), [], "eval_block_size is 16 in HEAD and 32 in the edit: give one for both"),
     (lambda repo: change(repo, SHIFT=1.0), ["/config/x.py"], "/config/x.py is not in "),
@@ -447,13 +447,9 @@ def test_after_a_kill_the_same_command_ends_with_the_same_result(repo, run, tmp_
     assert sorted(counts.values()) == [1] * (len(counts) - 1) + [2] and len(counts) == 5 + 5 + 8
 
 
-def test_links_to_folders_are_copied_and_configs_are_those_of_each_version(repo, run):
+def test_configs_are_those_of_each_version(repo, run):
     """Although both are given by their path in the tree."""
-    (repo / "lib").mkdir()
-    (repo / "lib" / "loss.py").write_text("SHIFT = 0.0")
-    (repo / "link").symlink_to("lib")
-    (repo / "train.py").write_text("from link import loss\n" + STAND_IN.replace("+ model.SHIFT", (
-        "+ float(open(sys.argv[1]).read())")))
+    (repo / "train.py").write_text(STAND_IN.replace("+ model.SHIFT", "+ float(open(sys.argv[1]).read())"))
     (config := repo / "config" / "mine.py").write_text("0.0")
     commit(repo)
     config.write_text("0.5")
@@ -461,19 +457,11 @@ def test_links_to_folders_are_copied_and_configs_are_those_of_each_version(repo,
     assert code == 1 and result["sizes"]["460K"]["nats"] == pytest.approx(0.5, abs=0.01), said
 
 
-def test_a_log_that_lost_a_line_and_a_tree_that_cannot_be_read_again_keep_the_verdict(repo, run, monkeypatch):
+def test_a_log_that_lost_a_line_keeps_the_verdict(repo, run):
     change(repo, SHIFT=0.5, SEED="b")
     assert run()[0] == 1
     log = next((repo / "out").glob("*/*seed3/log.jsonl"))
     log.write_text("".join(log.read_text().splitlines(True)[1:]))
-    train, copies = repo / "train.py", edit.versions_of
-
-    def then_goes(*args):
-        try:
-            return copies(*args)
-        finally:
-            train.unlink()
-    monkeypatch.setattr(edit, "versions_of", then_goes)
     code, said, _ = run()
     assert code == 1 and said.splitlines()[-1].startswith("edit: worse"), said
 
