@@ -29,7 +29,7 @@ from experiments import compare, fit, pages, records, sweep  # noqa: E402
 from experiments.figures import Curve, Panel, name_of  # noqa: E402
 from experiments.fit import MB, CannotFit, Family  # noqa: E402
 from experiments.pages import human, listed, table  # noqa: E402
-from runtime.records import environment, read_json, write_json  # noqa: E402
+from runtime.records import environment, fields, read_json, write_json  # noqa: E402
 
 HALF = " rate/2"  # in the label of a size at half its rate
 UNITS = ("tokens read, flops of training, seconds, parameters with those of the embedding, val_loss in nats per token "
@@ -111,6 +111,15 @@ def family_of(runs, model, with_embedding=False):
     return Family(list(about.index), N.to_numpy(float), flops.to_numpy(float), D.to_numpy(float), log_L, costs)
 
 
+def models_of(runs, named):
+    """The models that are named, or all of the sweep. Raises ConfigError for one that it does not have."""
+    known = list(runs.attrs.get("models") or runs.model.unique())
+    for model in named:
+        if model not in known:
+            raise ConfigError(f"{model} is not in this sweep of {', '.join(known)}")
+    return list(named) or known
+
+
 def families_of(runs, models=(), least=MB, with_embedding=False):
     """({model: Family} of those to which a law can be fitted from so many tokens on, [what others, and they, lack])."""
     seeds = runs[runs.stage == "seed"].groupby("size").seed.nunique()
@@ -177,24 +186,28 @@ def predict(path, families, least, draws):
 
 def measured(runs, folder):
     """The predictions in a folder as rows, with what was measured by runs that began later."""
-    import pandas  # late: without it main says what to install
-
     rows = []
     for path in sorted(folder.glob("predictions*.json")):
         record = read_json(path)
-        for row in record["predictions"]:
-            row |= {"name": name_of(row["model"]), "D": human(row["tokens"]),
-                    "half": (row["high"] / row["low"]) ** 0.5 - 1}
-            run = runs[(runs.model == row["model"]) & (runs["size"] == row["size"]) & (runs.tokens == row["tokens"])]
-            began = pandas.to_datetime(run.time, utc=True, errors="coerce").min()
-            if len(run) and not began > pandas.Timestamp(record["time"]):
-                row["inside"] = "its run began before"
-            elif len(run):
-                loss = run.val_loss.iloc[0]
-                row |= {"measured": loss, "inside": "yes" if row["low"] <= loss <= row["high"] else "no",
-                        "off": loss / row["loss"] - 1, "power_off": loss / row["power"] - 1}
-            rows.append(row)
+        with fields(f"{path}: the predictions"):
+            rows += [beside_its_run(row, record["time"], runs) for row in record["predictions"]]
     return rows
+
+
+def beside_its_run(row, time, runs):
+    """A prediction that was made at a time, with what became of it."""
+    import pandas  # late: without it main says what to install
+
+    row |= {"name": name_of(row["model"]), "D": human(row["tokens"]), "half": (row["high"] / row["low"]) ** 0.5 - 1}
+    run = runs[(runs.model == row["model"]) & (runs["size"] == row["size"]) & (runs.tokens == row["tokens"])]
+    began = pandas.to_datetime(run.time, utc=True, errors="coerce").min()
+    if len(run) and not began > pandas.Timestamp(time):
+        row["inside"] = "its run began before"
+    elif len(run):
+        loss = run.val_loss.iloc[0]
+        row |= {"measured": loss, "inside": "yes" if row["low"] <= loss <= row["high"] else "no",
+                "off": loss / row["loss"] - 1, "power_off": loss / row["power"] - 1}
+    return row
 
 
 def verdict(rows, words):
@@ -379,7 +392,7 @@ def page(runs, args, out):
     from experiments.report import POINTS
 
     least = args.least * MB
-    families, missing = families_of(runs, args.models or runs.attrs.get("models", ()), least)
+    families, missing = families_of(runs, models_of(runs, args.models), least)
     others = list(families)[1:]
     rows = measured(reported(runs), out.parent)
     found = {}
@@ -434,7 +447,7 @@ def main(argv):
     args = configurator.read(Options, argv, __doc__)
     if args.predict:
         runs = records.read(args.sweep, args.accept_code, "scaling")
-        families, missing = families_of(runs, args.models, args.least * MB)
+        families, missing = families_of(runs, models_of(runs, args.models), args.least * MB)
         if not families:
             raise ConfigError(f"{args.sweep}: no law can be fitted: {'; '.join(missing)}")
         return predict(args.predict, families, args.least * MB, args.draws)
