@@ -3,7 +3,7 @@
 #   make train CONFIG=config/llama_laptop.py ARGS="--max_iters=100"     another config and settings (data: pystdlib)
 #   make train OUT=out/again                                            another output folder
 #   make test ARGS="-k scan -x"                                         a part of the tests
-#   make test-fused                                                     flash-linear-attention's kernels, on this CPU
+#   make test-fused                                                     kernels in Triton, on this CPU
 #   make chaos                                                          long fault injection; as root also a cut cable
 #   make slurm                                                          sweeps and tokens on a real Slurm (root) and Ray
 #   make eval                                                           install the lm-evaluation-harness, score a model
@@ -36,9 +36,10 @@ test test-fused chaos slurm: export OMP_NUM_THREADS = 1
 test: $(VENV)/main $(VENV)/test lint
 	$(PY) -m pytest -q -rs -n 2 --dist=worksteal tests $(ARGS)
 
-# Other libraries' kernels in Triton's interpreter, two minutes of CPU; on a GPU the tests above run the real ones.
+# Other libraries' kernels and a prototype of ours in Triton's interpreter, three minutes of CPU; on a GPU the tests
+# above run the real ones.
 test-fused: $(VENV)/main $(VENV)/test $(VENV)/fused
-	TRITON_INTERPRET=1 $(PY) -m pytest -q -n 2 --dist=worksteal tests/test_fused.py $(ARGS)
+	TRITON_INTERPRET=1 $(PY) -m pytest -q -n 2 --dist=worksteal tests/test_fused.py tests/test_scan_mma.py $(ARGS)
 
 # Installs the lm-evaluation-harness for evaluate.py; scores the model of `make train`, if there is one.
 eval: $(VENV)/main $(VENV)/eval

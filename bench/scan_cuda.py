@@ -223,8 +223,29 @@ def attention(shape, a, dy, device):
     return Pass(call, [q, k, v], heads(dy))
 
 
+def longhorn_mma(shape, a, dy, device):
+    """The prototype of the same recurrence on tensor cores, in TF32. Less work than the others': no D and z, and the
+    step sizes are given."""
+    if device.name != "cuda":
+        raise LeftOut("its kernels need a GPU")
+    scan = imported("tools.scan_mma", "longhorn_scan")
+
+    def with_step_sizes(x, dt, k, q):
+        return scan(1 / (1 + torch.exp(-dt) + k.square().sum(-1, keepdim=True)), x, k, q)
+
+    small = make_inputs(1, 101, 200, shape.N, torch.float32, extras=False, device=device.name)
+    got = measure.values_and_gradients(with_step_sizes, small)
+    true = measure.values_and_gradients(scans("longhorn", "torch"), small, torch.float64)
+    wrong = [name for name, result in measure.compare(got, true, 1e-3).items() if not result["right"]]
+    if wrong:
+        raise LeftOut(f"wrong in {', '.join(wrong)}")
+    e = 1 / (1 + torch.exp(-a["dt"].float()) + a["k"].float().square().sum(-1, keepdim=True))  # (B, T, D)
+    a = leaves({"e": e.to(dy.dtype), "x": a["x"], "k": a["k"], "q": a["q"]})
+    return Pass(lambda: scan(**a)[0], list(a.values()), dy)
+
+
 SCANS = {"longhorn_scan": our_longhorn, "selective_scan": our_mamba, "mamba_ssm": mamba_ssm}
-CONTENDERS = SCANS | {"fla_chunk_gla": fla_chunk_gla, "attention": attention}
+CONTENDERS = SCANS | {"longhorn_mma": longhorn_mma, "fla_chunk_gla": fla_chunk_gla, "attention": attention}
 
 
 # ---------------------------------------------------------------------------------------------------------- correctness

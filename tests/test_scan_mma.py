@@ -1,0 +1,120 @@
+"""tools/scan_mma.py in Triton's interpreter (or on a GPU), against the recurrence in float64, with every gradient.
+
+    make test-fused
+"""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(),
+    reason="no GPU here, and no interpreter: make test-fused runs this kernel on a CPU")
+scan_mma = pytest.importorskip("tools.scan_mma", reason="no Triton here: make test-fused installs it")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreter():
+    """The interpreter prepares Triton's language at each call of a function, half of its time: here it does so once."""
+    if not INTERPRETED:
+        yield
+        return
+    from triton.language import standard
+    from triton.runtime import interpreter
+
+    scopes = [interpreter._patch_lang(f.fn) for f in (scan_mma.forward_kernel, standard.sum)]
+    with mock.patch.object(interpreter, "_patch_lang"):
+        yield
+    for scope in reversed(scopes):
+        scope.restore()
+
+
+def recurrence(e, x, k, q, S):
+    ys = []
+    for t in range(x.shape[1]):
+        step, value, key = e[:, t, :, None], x[:, t, :, None], k[:, t, None]  # (B, D, 1), (B, D, 1), (B, 1, N)
+        S = (1 - step * key**2) * S + step * value * key  # (B, D, N)
+        ys.append((S * q[:, t, None]).sum(-1))
+    return torch.stack(ys, 1), S
+
+
+def draw(B, T, D, N, key=1.0, slot=None):
+    """Arguments by name, with Longhorn's step sizes for keys of this size. With `slot` all keys are that in one state,
+    0 elsewhere, and e k^2 is 0.999: each step overwrites what the one before it wrote, a state as large as h0."""
+    g = torch.Generator().manual_seed(T)
+    normal = lambda *shape: torch.randn(*shape, generator=g)
+    a = {"x": normal(B, T, D), "k": key * normal(B, T, N), "q": normal(B, T, N), "h0": normal(B, D, N)}
+    e = 1 / (1 + torch.exp(-normal(B, T, D)) + a["k"].square().sum(-1, keepdim=True))
+    if slot is not None:
+        a["k"] = slot * (torch.arange(N) == 1).float().expand(B, T, N)
+        a["h0"] /= slot
+        e = torch.full_like(e, 0.999 / slot**2)
+    return {"e": e, **a}
+
+
+def graded(scan, a, weights):
+    """{name: value} of y, hT and the gradients for a linear loss with these weights."""
+    a = {n: v.requires_grad_() for n, v in a.items()}
+    results = scan(*a.values())
+    gradients = torch.autograd.grad(results, list(a.values()), [w.to(r) for w, r in zip(weights, results, strict=True)])
+    return dict(zip(("y", "hT", *a), (*results, *gradients), strict=True))
+
+
+def errors(a, precision, dtype=torch.float32):
+    """{name: largest error, over the largest value of the recurrence in float64}; x, k and q in `dtype`."""
+    a = {n: v.to(DEVICE, dtype if n in "xkq" else torch.float32) for n, v in a.items()}
+    weights = torch.randn_like(a["x"].float()).to(dtype), torch.randn_like(a["h0"])
+    got = graded(lambda *args: scan_mma.longhorn_scan(*args, precision=precision), a, weights)
+    true = graded(recurrence, {n: v.detach().double() for n, v in a.items()}, weights)
+    return {n: ((got[n].double() - v).abs().max() / v.abs().max()).item() for n, v in true.items()}
+
+
+@pytest.fixture
+def short_segments(monkeypatch):
+    monkeypatch.setattr(scan_mma, "SEGMENT", 8)
+
+
+def test_300_steps_in_float32():
+    found = errors(draw(1, 300, 64, 16), "ieee")
+    assert max(found.values()) < 1e-6, found
+
+
+def test_300_steps_in_tf32_that_overwrite_one_slot():
+    found = errors(draw(1, 299, 20, 16, slot=1.0), "tf32")
+    assert max(found.values()) < 1e-3, found
+
+
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize("case", [
+    dict(B=2, T=3, D=70, N=20), dict(B=1, T=11, D=1, N=64, key=1000.0), dict(B=1, T=17, D=20, N=1, key=0.01),
+    dict(B=1, T=17, D=20, N=16, slot=1.0)], ids=str)
+def test_in_float32_it_computes_the_recurrence(case):
+    found = errors(draw(**case), "ieee")
+    assert max(found.values()) < 1e-6, found
+
+
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize("case", [
+    dict(B=1, T=17, D=64, N=16), dict(B=1, T=17, D=20, N=16, slot=0.1), dict(B=1, T=17, D=20, N=16, slot=30.0),
+    dict(B=1, T=11, D=20, N=33, key=0.01)], ids=str)
+def test_tf32_costs_a_thousandth_at_most(case):
+    """And at least a hundred thousandth: the operands are rounded."""
+    found = errors(draw(**case), "tf32")
+    assert 1e-5 < max(found.values()) < 1e-3, found
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_16_bits_and_no_state():
+    a = draw(1, 9, 20, 16)
+    found = errors(a, "ieee", torch.float16)
+    assert max(found.values()) < 1e-3, found
+    x = a["x"].to(DEVICE, torch.float16)
+    y, hT = scan_mma.longhorn_scan(*(a[n].to(DEVICE) for n in "e"), x, *(a[n].to(DEVICE) for n in "kq"))
+    y0, hT0 = recurrence(*(a[n].double() for n in "exkq"), torch.zeros(1, 20, 16).double())
+    assert y.dtype == torch.float16 and hT.dtype == torch.float32
+    assert (y.cpu() - y0).abs().max() < 1e-3 * y0.abs().max() and (hT.cpu() - hT0).abs().max() < 1e-3 * hT0.abs().max()
