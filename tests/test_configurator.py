@@ -338,7 +338,6 @@ experiments/duel_simulation.py                   give the record: the file to wr
 experiments/edit_simulation.py a b               unexpected argument 'b'
 experiments/law.py                               give the sweep: a sweep's folder, or the .json
 experiments/law_simulation.py                    give the record
-experiments/law.py results/scaling_laptop.json rnn --predict=none   rnn is not in this sweep of longhorn, mamba, llama
 experiments/law.py a --draws=0                   draws 0 must be at least 1
 experiments/law.py none llama --least=-1         least -1.0 must be above 0
 experiments/sweep.py all                         the first argument must be one of duel, laptop,

@@ -788,6 +788,8 @@ def test_predictions_are_written_once(law_page, tmp_path):
     assert all(row["low"] <= row["loss"] <= row["high"] != row["power"] for row in rows)
     with pytest.raises(ConfigError, match="these predictions stand"):
         law_program.main(argv)
+    with pytest.raises(ConfigError, match="rnn is not in this sweep of longhorn, llama, gla"):
+        law_program.main([argv[0], "rnn", f"--out={tmp_path / 'report'}"])
 
 
 def test_the_notebook_draws_the_points_of_a_law(law_page):
