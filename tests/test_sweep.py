@@ -445,10 +445,10 @@ def test_a_plan_counts_the_vocabulary_of_the_dataset(tmp_path):
     assert counts == {0: 1485888, 256: 1485888, 2000: 1485888 + (2048 - 256) * 192}
 
 
-def test_every_part_of_a_mixture_is_opened_before_the_runs(data):
+def test_every_part_of_a_mixture_is_opened_before_the_runs(data, tmp_path):
     cells = lambda sets: every_cell(chosen("duel", "longhorn", "mamba", "--sizes=460K", f"--dataset={sets}",
                                            "--block_size=16", "--batch_tokens=64", "--micro_batch_size=1"))[:1]
-    sweep.check_data(cells(f"{data}:0.5,{data}:0.5"))
+    sweep.check_data(cells(f"{data}:0.5,{shutil.copytree(data, tmp_path / 'other')}:0.5"))
     with pytest.raises(ConfigError, match="there is no dataset folder .*none"):
         sweep.check_data(cells(f"{data}:0.5,none:0.5"))
 
