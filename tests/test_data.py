@@ -660,26 +660,29 @@ def prepared_text(tokens):
 
 @pytest.mark.parametrize("texts, fraction, held_out", [
     (["to be or not to be\n" * 1000], None, 1900), (["one " * 30 + "\n", "two " * 30, "three " * 90], None, 78),
-    (["word " * 200, "x"], 0.5, 500), (["x" * 1000], 0.3, 300), (["line\n" * 1_000_000], None, 2**19)])
-def test_few_documents_are_divided(tmp_path, monkeypatch, texts, fraction, held_out):
+    (["word " * 200, "x"], 0.5, 500), (["x" * 1000], 0.3, 300), (["line\n" * 9000], None, 2**11)])
+def test_few_documents_are_divided(small_units, tmp_path, monkeypatch, texts, fraction, held_out):
     """In their order, with an end of text behind each; the tail, from a line or a word on, is held out."""
-    monkeypatch.setattr(any_tokens, "MOST_HELD_OUT", 2**19)
+    monkeypatch.setattr(any_tokens, "MOST_HELD_OUT", 2**11)
     for i, text in enumerate(texts):
         (tmp_path / f"{i}.txt").write_text(text)
     out, how = tmp_path / "out", {"tokenizer": "bytes", "val_fraction": fraction}
     files = [tmp_path / f"{i}.txt" for i in range(len(texts))]
     (tmp_path / "small.txt").write_text("a")
     rejected(lambda: any_tokens.prepare(out, files=[tmp_path / "small.txt"], **how), "1 characters are too few")
-    train, val = prepared_text(any_tokens.prepare(out, files=files, **how))  # nothing is left that needs --force
+    tokens = any_tokens.prepare(out, files=files, **how)  # nothing is left that needs --force
+    train, val = prepared_text(tokens)
+    assert tokens.meta["splits"]["val"]["documents"] == val.count(b"\0")
     assert train + val == "".join(f"{text}\0" for text in texts).encode()
     assert held_out * 0.9 <= len(val) - 1 <= held_out and (val[:1] in b" x" or train.endswith(b"\n"))
 
 
 def test_a_divided_text_goes_on_after_kill_9(small_units, tmp_path):
-    (tmp_path / "a.txt").write_text("".join(documents(150)), encoding="utf-8")
-    prepare = functools.partial(any_tokens.prepare, files=[tmp_path / "a.txt"], tokenizer="bytes", val_fraction=0.3)
+    write_files(tmp_path, {"a.txt": "".join(documents(15)), "b.txt": "".join(documents(150))})
+    prepare = functools.partial(any_tokens.prepare, files=[tmp_path / "a.txt", tmp_path / "b.txt"], tokenizer="bytes",
+                                val_fraction=0.3)
     whole, out = prepare(tmp_path / "whole"), tmp_path / "out"
-    assert dying(9, lambda: prepare(out), out, events=["os.rename"])[0] == -signal.SIGKILL
+    assert dying(25, lambda: prepare(out), out, events=["os.rename"])[0] == -signal.SIGKILL
     assert (out / "plan.json").exists() and not (out / "meta.json").exists()
     plan = (out / "plan.json").read_text()
     (out / "plan.json").write_text(plan.replace('"items": ', '"items": 1', 1))
@@ -825,7 +828,7 @@ NO_TOKENS = [  # arguments; words of the line
     ({"val_fraction": 1e-9}, "hold out 0"),
     ({"out": "."}, "--out . is inside --files"), ({"out": "a.csv"}, "cannot write to a.csv"),
     ({"files": ["one.jsonl"], "shuffle": 1}, "1 documents"), ({"files": ["long.jsonl"]}, "a line of more than"),
-    ({"files": ["bad.jsonl"]}, "bad.jsonl cannot be read (line 3: Expecting value"),
+    ({"files": ["a.jsonl", "bad.jsonl"]}, "bad.jsonl cannot be read (line 3: Expecting value"),  # after some shards
     ({"files": ["array.json"]}, "array.json cannot be read (line 1: not an object but a list"),
     ({"files": ["a.parquet"]}, "has no column 'text' (only body, n)"),
     ({"files": ["a.parquet"], "text_column": "n"}, "(row 2: 3 is not text"),
@@ -840,7 +843,7 @@ def test_what_any_tokens_refuses(small_units, tmp_path, monkeypatch, how, words)
     """Nothing stays that would need --force."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sources, "MOST_OF_A_LINE", 1000)
-    source = write_jsonl(tmp_path / "a.jsonl", documents(20))
+    source = write_jsonl(tmp_path / "a.jsonl", documents(150))
     write_jsonl(tmp_path / "one.jsonl", ["a"])
     write_files(tmp_path, {"a.csv": "a", "bad.jsonl": '{"text": "a"}\n\n{"text": ', "bad.parquet": "not parquet",
                            "empty.txt": "", "array.json": '[{"text": "a"}]', "hub/test.jsonl": '{"text": "a"}',
