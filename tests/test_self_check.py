@@ -132,8 +132,8 @@ STOPS = {  # what is edited: (family, function, line, instead, what the start sa
     "a mask of documents": (
         "retnet", "kernels.linear_attention._retention", "n], same)", "n], None)", "(retention)", PACK),
     # the loss
-    "a cap of the logits": (HYBRID, "model.LM.forward", "F.linear(h, self.embed.weight)  #",
-                            "15 * torch.tanh(F.linear(h, self.embed.weight) / 15)  #",
+    "a cap of the logits": (HYBRID, "model.LM.forward", "F.linear(h, head.weight)  #",
+                            "15 * torch.tanh(F.linear(h, head.weight) / 15)  #",
                             "model.py: LM.forward, the loss alone and the loss from logits", {}),
     "a small z-loss": (HYBRID, "model.LM.forward", "loss = cross_entropy(logits, targets)",
                        "loss = cross_entropy(logits, targets) + 1e-5 * logits.logsumexp(-1).square().mean()",
@@ -236,7 +236,7 @@ def test_an_edit_of_one_of_two_versions_stops_in_a_line_with_its_place(what, edi
 
 
 @pytest.mark.parametrize("target, line, least", [
-    ("model.LM.forward", "loss = linear_cross_entropy(h, self.embed.weight, targets)", LEAST),
+    ("model.LM.forward", "loss = linear_cross_entropy(h, head.weight, targets)", LEAST),
     ("kernels.scan._loop", "y = y * F.silu(z)", OTHER_ORDER)])
 def test_only_what_is_above_the_tolerance_stops(target, line, least, edit):
     with mock.patch.object(model, "LM", LM), pytest.MonkeyPatch.context() as below:
@@ -519,8 +519,8 @@ def test_a_sign_flipped_in_a_library_stops_in_a_line_that_names_its_function(fam
 
 
 @pytest.mark.parametrize("family, target, line, instead, words", [
-    ("gla", "model.LM.forward", "F.linear(h, self.embed.weight)  #",
-     "F.linear(h * (1.1 if torch.is_autocast_enabled('cpu') else 1), self.embed.weight)  #", "model.py: LM.forward,"),
+    ("gla", "model.LM.forward", "F.linear(h, head.weight)  #",
+     "F.linear(h * (1.1 if torch.is_autocast_enabled('cpu') else 1), head.weight)  #", "model.py: LM.forward,"),
     ("gla", "model.GLA.forward", "y = self.out",
      "y = (-1 if torch.is_autocast_enabled('cpu') and state is not None else 1) * self.out", GLA_STATE),
     ("gla", "model.GLA.forward", "y = self.out",
