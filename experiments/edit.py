@@ -377,6 +377,12 @@ def number(x):
     return f"{x:,.0f}" if x >= 100 else f"{x:g}"
 
 
+def in_times(interval):
+    """A ratio with its ends, in words: 0.98 (0.95 .. 1.01)."""
+    at, *ends = (f"{x:.2f}" if x < 1000 else f"{x:.0e}" for x in interval)
+    return f"{at} ({' .. '.join(ends)})"
+
+
 def data_path(dataset):
     """The dataset's folders by their absolute paths: snapshots have no data. Raises ConfigError."""
     parts = []
@@ -442,7 +448,7 @@ class Decision:
     sentence: str = ""  # of a comparison that needs no interval
 
     def times(self, head):
-        return "{:.2f} ({:.2f} .. {:.2f}) times the tokens of {}".format(*np.exp(self.interval), head)
+        return f"{in_times(np.exp(self.interval))} times the tokens of {head}"
 
     def so_far(self, head):
         """In words; nats where the interval is too wide to name tokens."""
@@ -522,7 +528,7 @@ def describe(c, edit, args, budget, n, spent, decision):
                   *decision.nats),
               f"the pair that is farthest from the others: {odd_one(differences)}",
               f"the interval is over seeds, on these held-out files, {1 - args.error:.4g} wherever it stops; over "
-              f"other texts too: {texts[0]:.2f} .. {texts[1]:.2f}"]
+              f"other texts too: {texts[0]:.2f} .. {texts[1]:.3g}"]
     return numbers | {"interval": np.exp(decision.interval).tolist(), "nats": decision.nats[0],
                       "nats_interval": decision.nats[1:], "over_texts": texts,
                       "losses": [heads.tolist(), ours.tolist()], "curves": curves.tolist(), "sentence": sentence}
@@ -584,7 +590,7 @@ def verdict_of(sizes):
 def row_of(edit, size, of_size):
     """A row of a ranking, in words."""
     interval = of_size["interval"]
-    tokens = "{:.2f} ({:.2f} .. {:.2f})".format(*interval) if interval else of_size["sentence"]
+    tokens = in_times(interval) if interval else of_size["sentence"]
     return {"edit": edit, "size": size, "verdict": of_size["verdict"], "tokens for HEAD's loss, times HEAD's": tokens,
             "pairs": str(of_size["pairs"])}
 
