@@ -177,8 +177,11 @@ def test_open_a_folder(tmp_path, monkeypatch):
     folder = write_folder(tmp_path)
     monkeypatch.chdir(tmp_path.parent)
     assert prepared.find_dataset(folder.name) == Path(folder.name)
-    (tmp_path.parent / "pystdlib").mkdir()  # somebody's raw files
-    assert prepared.find_dataset("pystdlib") == ROOT / "data/pystdlib"
+    (tmp_path.parent / "raw").mkdir()  # somebody's files
+    (tmp_path / "data/raw").mkdir(parents=True)
+    (tmp_path / "data/raw/meta.json").touch()
+    with mock.patch.object(prepared, "__file__", f"{tmp_path}/data/prepared.py"):
+        assert prepared.find_dataset("raw") == tmp_path / "data/raw"
     monkeypatch.setenv("HOME", str(tmp_path.parent))
     assert prepared.find_dataset(f"~/{folder.name}") == folder
     tokens = Tokens(folder, vocab_size=256, block_size=199)

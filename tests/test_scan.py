@@ -8,6 +8,7 @@ import functools
 import inspect
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -116,7 +117,8 @@ def test_the_scans_run_in_another_project(tmp_path):
     lines = ("import torch; from kernels.compat import longhorn_scan, selective_scan_fn; x = torch.ones(1, 2, 3);"
              "print(selective_scan_fn(x, x, -torch.ones(2, 1), x[:, :1], x[:, :1])[0, 0].tolist(),"
              "longhorn_scan(x, x, x, x).shape)")
-    run = subprocess.run([sys.executable, "-c", lines], cwd=tmp_path, capture_output=True, text=True)
+    environment = {**os.environ, "LONGHORN_BUILD_DIR": str(ROOT / "build")}  # built before: libraries go by content
+    run = subprocess.run([sys.executable, "-c", lines], cwd=tmp_path, capture_output=True, text=True, env=environment)
     numbers = [1.0, 1 + math.exp(-1), 1 + math.exp(-1) + math.exp(-2)]
     said = run.stdout.split("] ")
     assert json.loads(said[0] + "]") == pytest.approx(numbers, rel=1e-6) and "[1, 2, 3]" in said[1], run.stderr
