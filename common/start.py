@@ -2,8 +2,8 @@
 not spin for long.
 
 While a thread waits for one that does not run, because another program has its core, it takes the core of others. So a
-laptop that is not quiet trains at a quarter of its speed. A short spin costs nothing when it is quiet. Only waiting
-changes, and only of threads on a CPU.
+laptop that is not quiet trains at a third of its speed. On two cores of an EPYC a short spin makes that 1.7 times as
+fast beside one busy process, and costs a tenth when it is quiet. Only waiting changes, and only of threads on a CPU.
 """
 
 import os
