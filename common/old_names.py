@@ -7,6 +7,7 @@ or words.
 
 import difflib
 import fnmatch
+import functools
 import math
 import shlex
 
@@ -87,10 +88,15 @@ SAMPLE = {
 def row_of(reader, key, value):
     """The row for a key with a value by the program's table; None without one, and for a key that exists with a value
     that may."""
-    for pattern, row in getattr(reader.config_class, "RENAMED", {}).items():
-        if "=" not in pattern and key not in reader.settings:
+    return row_by_text(reader.config_class, key in reader.settings, f"{key}={value}".lower())
+
+
+@functools.cache  # a sweep's plan reads a thousand times the same settings
+def row_by_text(config_class, is_known, text):
+    for pattern, row in getattr(config_class, "RENAMED", {}).items():
+        if "=" not in pattern and not is_known:
             pattern += "=*"
-        if fnmatch.fnmatchcase(f"{key}={value}".lower(), pattern.lower()):
+        if fnmatch.fnmatchcase(text, pattern.lower()):
             return row
     return None
 

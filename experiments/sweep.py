@@ -20,6 +20,7 @@ goes to every run (`--wandb=offline`, `--dtype=float32`).
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -163,11 +164,17 @@ PRESETS = {
 # ----------------------------------------------------------------------------------------------------------------- plan
 
 def load(argv):
-    """The settings that `argv` gives train.py, with paths relative to the repository."""
+    """The settings that `argv` gives train.py, with paths relative to the repository; read once, so nobody may change
+    them."""
+    paths = [str(REPO / a) if a.endswith(".py") and not a.startswith("--") else a for a in argv]
+    return load_once(tuple(paths))
+
+
+@functools.cache
+def load_once(argv):
     from train import TrainConfig
 
-    paths = [str(REPO / a) if a.endswith(".py") and not a.startswith("--") else a for a in argv]
-    return configurator.load(TrainConfig, paths)
+    return configurator.load(TrainConfig, argv)
 
 
 def is_pattern(family):
