@@ -28,6 +28,7 @@ none, and opens only JSON and safetensors; nothing is unpickled.
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -95,11 +96,12 @@ NO_TRANSFORMERS = "the package transformers is missing: pip install -r requireme
 COMMITTED = {"llama": "ee42836bf8bb", "mamba": "1dde754f2b5f"}
 HASHED = ("model", "mixers", "families", "kernels.ops")
 
-SIZES = {"n_layer": "num_hidden_layers", "n_embd": "hidden_size", "vocab_size": "vocab_size",
-         "tie_head": "tie_word_embeddings"}  # our setting: theirs
-SIZES = {"llama": {**SIZES, "n_head": "num_attention_heads", "block_size": "max_position_embeddings",
+# our setting: theirs
+COMMON = {"n_layer": "num_hidden_layers", "n_embd": "hidden_size", "vocab_size": "vocab_size",
+          "tie_head": "tie_word_embeddings"}
+SIZES = {"llama": {**COMMON, "n_head": "num_attention_heads", "block_size": "max_position_embeddings",
                    "norm_eps": "rms_norm_eps"},
-         "mamba": {**SIZES, "dt_rank": "time_step_rank", "d_state": "state_size", "d_conv": "conv_kernel",
+         "mamba": {**COMMON, "dt_rank": "time_step_rank", "d_state": "state_size", "d_conv": "conv_kernel",
                    "expand": "expand", "block_size": "block_size", "norm_eps": "layer_norm_epsilon"}}
 
 # their name -> our name: within a layer of LLaMA's, and within one of Mamba's, which is a branch of ours
@@ -390,18 +392,15 @@ def locked(tmp, folder):
     """Alone in `tmp`, where `folder` is written. Raises ConfigError if another process is there."""
     handle = os.open(tmp, os.O_RDONLY)
     try:
-        with contextlib.suppress(ImportError):  # not on Windows
-            import fcntl
-
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                alone = os.path.samestat(os.fstat(handle), os.stat(tmp))  # else the other has just finished
-            except (BlockingIOError, FileNotFoundError):
-                alone = False
-            except OSError:  # a file system without locks
-                alone = True
-            if not alone:
-                raise ConfigError(f"another process is exporting to {folder}: wait for it, or choose another folder")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = os.path.samestat(os.fstat(handle), os.stat(tmp))  # else the other has just finished
+        except (BlockingIOError, FileNotFoundError):
+            alone = False
+        except OSError:  # a file system without locks
+            alone = True
+        if not alone:
+            raise ConfigError(f"another process is exporting to {folder}: wait for it, or choose another folder")
         yield
     finally:
         os.close(handle)

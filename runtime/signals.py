@@ -1,5 +1,6 @@
-"""On SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 (Slurm's warning) a run says at once that it finishes the micro-batch, or with
-several processes the step; then it saves and exits. On a second SIGINT or SIGTERM it exits at once."""
+"""On SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 (Slurm's warning) a run says at once that it finishes the micro-batch; with
+several processes, or if the model has buffers, the step. Then it saves and exits. On a second SIGINT or SIGTERM it
+exits at once."""
 
 import contextlib
 import os
@@ -61,8 +62,8 @@ class Signals:
             if came and not asked:
                 asked = True
                 name = signal.Signals(min(came)).name
-                write(f"{name}: the run stops after this micro-batch (of several processes: this step; or an "
-                      f"evaluation) and saves; a second {second} ends it at once")
+                write(f"{name}: the run stops after this micro-batch, step or evaluation, and saves; a second {second} "
+                      "ends it at once")
         os.close(reader)
 
     def __exit__(self, kind, error, trace):

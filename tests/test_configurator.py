@@ -297,7 +297,7 @@ export.py --check=b --to=a --out_dir=c           or --check, to verify an export
 export.py --out_dir=none --to=a                  none/checkpoint.safetensors: No such file or directory: no checkpoint
 export.py --out_dir=a --to=b --tokenizer=gpt2    --tokenizer works with --from_hf only
 export.py --out_dir=a --from_hf=b --dtype=bfloat16   --dtype with --to only
-export.py --out_dir=a --from_hf=b                b/config.json
+export.py --out_dir=a --from_hf=b/c              hf download b/c --local-dir
 export.py --check=b                              b/config.json
 data/prepared.py                                 give the folder: holds train.bin, val.bin and meta.json
 data/prepared.py a b                             unexpected argument 'b'

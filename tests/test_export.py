@@ -227,10 +227,6 @@ def test_an_edited_config_is_no_export_and_without_its_record_what_it_says(famil
     assert (tmp_path / "out").exists() == (word is None) == (result.code == 0)
 
 
-def test_what_is_no_folder_is_downloaded_first(tmp_path):
-    refused(run(from_hf="meta-llama/Llama-3.2-1B", out_dir=tmp_path / "out"), "hf download meta-llama/Llama-3.2-1B ")
-
-
 def test_quantised_weights_are_refused(tmp_path):
     config, tensors = to_hf(tiny())
     tensors["embed.weight"] = tensors["embed.weight"].to(torch.int8)

@@ -1,9 +1,7 @@
 """sample.py: text from a checkpoint of random weights, which samples as reproducibly as a trained one."""
 
 import base64
-import contextlib
 import functools
-import io
 import json
 import re
 import sys
@@ -19,19 +17,10 @@ import sample
 import train
 from common import errors
 from data.shakespeare_char import prepare as shakespeare
-from model import LM
 from runtime import checkpoint, records
 from sample import Text
 
 TABLE = "".join(sorted(set("hello wörld\n")))
-
-
-
-
-
-
-
-
 
 
 def start():
@@ -40,8 +29,6 @@ def start():
 
 
 run = functools.partial(run_program, start)
-
-
 
 
 @pytest.fixture(scope="module")
@@ -132,21 +119,6 @@ def test_text_streams_character_by_character(out, monkeypatch):
     assert screens == ["", "", "Pa", "Paé", "Paé", "Paé", "Paé", "Paé😀"]  # the first two build kernels, and say so
     text = Text("bytes")  # what is no text, nor a byte, does not stop the stream
     assert "".join(text.decode(token) for token in [0xC3, 0x28, 256, 0xFF, 300, 0x61]) == "\ufffd(\ufffda"
-
-
-def test_what_kernels_say_when_they_are_built_comes_before_the_text(out, monkeypatch):
-    """That of the prompt with the first token, that of a single token with the second."""
-    screen = io.StringIO()
-
-    class Building(LM):
-        def forward(self, idx, **how):
-            print("native kernels: for", idx.shape[1], file=screen)
-            return super().forward(idx, **how)
-
-    monkeypatch.setattr(sample, "LM", Building)
-    with contextlib.redirect_stdout(screen):
-        sample.main([f"--out_dir={out}", "--prompt=abc", "--max_new_tokens=2"])
-    assert screen.getvalue().startswith("native kernels: for 3\nnative kernels: for 1\nabc")
 
 
 def test_a_character_cut_off_at_the_end_does_not_reach_the_next_sample(out, monkeypatch):

@@ -762,15 +762,24 @@ def test_a_signal_is_answered_while_an_operation_blocks_python(data, out, start,
     assert (out / "earlier-1" / "checkpoint.safetensors").read_bytes() == before
 
 
-@pytest.mark.parametrize("call, done", [(8, 2), (9, 3), (2, 0)])
-def test_a_step_is_left_after_the_micro_batch_and_done_again(data, out, tmp_path, call, done):
-    """Three micro-batches a step; the model draws random numbers in each. Nothing is saved of a first step."""
+@pytest.mark.parametrize("call, done, buffers", [(8, 2, 0), (9, 3, 0), (2, 0, 0), (8, 3, 1)])
+def test_a_step_is_left_after_the_micro_batch_and_done_again(data, out, tmp_path, call, done, buffers):
+    """Three micro-batches per step; the model draws random numbers in each. Nothing is saved of a first step. A model
+    with a buffer, which counts them, finishes its step."""
     def noisy(at=None):
         def act(n, lm, loss):
             if n == at:
                 os.kill(os.getpid(), signal.SIGTERM)
+            for count in lm.buffers():
+                count += 1
             return loss * (1 + 0.1 * torch.rand(()).item())
-        return acting(act)
+
+        class Noisy(acting(act)):
+            def __init__(self, config):
+                super().__init__(config)
+                for i in range(buffers):
+                    self.register_buffer(f"count{i}", torch.zeros(()))
+        return Noisy
 
     small = {"micro_batch_size": 4, "max_iters": 5, "resume": "auto"}
     succeed(arguments(data, tmp_path / "undisturbed", **small), LM=noisy())

@@ -223,7 +223,7 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.embed = embed
 
     def get_output_embeddings(self):
-        return None  # the head is the embedding
+        return None  # of the LM, which ties its head itself or does not
 
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, every_n_layers=1, **_):
         self.gradient_checkpointing = enable
