@@ -51,20 +51,20 @@ def shards_sha256(hashes):
 
 
 def file_stamp(tokens):
-    """(inode, bytes, mtime in ns) of the file behind a memmap, which changes when the file is replaced, cut or written
-    to. For Shards: a hash of the inodes, the total bytes, a hash of the sizes and mtimes, which changes when two shards
-    are exchanged. If a file cannot be read: the reason."""
+    """The `stamp` of the file behind a memmap. For Shards: a hash of the inodes, the total bytes, and a hash of the
+    sizes and mtimes, which changes when two shards are exchanged. If a file cannot be read: the reason."""
     try:
         if isinstance(tokens, Shards):
-            stamps = [_stamp(path) for path in tokens.paths]
+            stamps = [stamp(path) for path in tokens.paths]
             inodes, sizes, times = zip(*stamps, strict=True)
             return hash(inodes), sum(sizes), hash((sizes, times))
-        return _stamp(tokens.filename)
+        return stamp(tokens.filename)
     except OSError as error:
         return error.strerror
 
 
-def _stamp(path):
+def stamp(path):
+    """(inode, bytes, mtime in ns) of a file: they change when it is replaced, cut or written to."""
     status = os.stat(path)
     return status.st_ino, status.st_size, status.st_mtime_ns
 

@@ -172,6 +172,11 @@ def canonical(tokenizer):
     return {"chars": "char", "tiktoken:gpt2": "gpt2"}.get(tokenizer, tokenizer)
 
 
+def identified(tokenizer):
+    """The name as given, and for hf:, where a file may change under the same name, the sha256 of its tokenizer.json."""
+    return f"{tokenizer} {Text(tokenizer).table_sha256}" if tokenizer.startswith("hf:") else tokenizer
+
+
 class Text:
     """A tokenizer: encodes text and decodes one token at a time. Raises ConfigError, or DataError.
 
@@ -379,11 +384,8 @@ def whole_characters(text):
 def bytes_shown():
     """{byte: the character that stands for it in GPT-2's files}: itself if it is visible, else one from 256 on."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    shown = {byte: chr(byte) for byte in visible}
-    for byte in range(256):
-        if byte not in visible:
-            shown[byte] = chr(256 + len(shown) - len(visible))
-    return shown
+    hidden = (byte for byte in range(256) if byte not in visible)
+    return {byte: chr(byte) for byte in visible} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
 
 
 BYTES_SHOWN = bytes_shown()

@@ -19,7 +19,7 @@ meta.json also records the bits per validation byte of `xz -9`: a useful languag
 package: all files of a folder and its subfolders, sorted by path. A folder of more than 4 MiB is not a package (the
 library itself, its `test`); the files and folders in it are then considered separately. The split is
 by document, ordered by sha256(path), and only documents longer than 65,536 bytes are held out: long enough for a
-sequence of that length and its next token. meta.json has the documents' lengths and their first tokens in val.bin.
+sequence of that length and its next token. meta.json has the held-out documents' lengths and first tokens in val.bin.
 
     python data/pystdlib/prepare.py                                        # takes seconds
     python data/tokens/prepare.py --files .venv/lib ~/linux --endings=.py,.c --tokenizer=bytes --out data/big    # more
@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository r
 import configurator
 from configurator import Share
 from data.prepared import SPLITS, DataError, file_sha256
-from data.tokenizer import Text, canonical, learn_bpe
+from data.tokenizer import Text, canonical, identified, learn_bpe
 from data.writer import finish, finished, preparing, run, warn_single_document, write_split
 
 RECIPE = 1  # to be raised when the same files would give other tokens
@@ -167,17 +167,6 @@ def split_by_name(documents, val_fraction, shortest=0):
     return train, val
 
 
-def lengths(documents):
-    """Statistics of the documents' lengths in tokens, for meta.json."""
-    sizes = sorted(document.size for document in documents)
-    statistics = {}
-    for i, name in enumerate(("shortest", "quarter", "median", "three_quarters", "longest")):
-        statistics[name] = sizes[round(i / 4 * (len(sizes) - 1))]
-    statistics["count"] = len(sizes)
-    statistics[f"longer_than_{LONG}"] = sum(size > LONG for size in sizes)
-    return statistics
-
-
 # --------------------------------------------------------------------------------------------------------- their tokens
 
 
@@ -232,9 +221,7 @@ def identity(files, val_fraction, documents, tokenizer):
     listing = f"recipe {RECIPE}, val_fraction {val_fraction!r}"
     listing += ", packages\n" if documents == "package" else "\n"
     if tokenizer != "bytes":
-        listing += f"{tokenizer}\n"
-    if canonical(tokenizer).startswith("hf:"):  # its file may change under the same name
-        listing += f"{Text(tokenizer).table}\n"
+        listing += f"{identified(tokenizer)}\n"
     listing += "".join(f"{file.sha256} {file.name}\n" for file in files)
     return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -303,8 +290,6 @@ def write(folder, files, recipe, documents, tokenizer, vocab, inputs):
     }
     if documents == "package":
         recipe["documents"] = f"packages: whole folders of at most {SHELF_BYTES} bytes, and single files"
-        for split in SPLITS:
-            splits[split]["documents"] = lengths(parts[split])
         meta["documents"] = {"val": places(parts["val"])}
     return finish(folder, meta)
 
@@ -344,8 +329,8 @@ def say(tokens, new):
     print(f"{tokens.folder}: {recipe['files']:,} files of the {recipe['source']}: {len(tokens.train):,} {unit} to "
           f"train on, {len(tokens.val):,} held out{done}")
     if "documents" in meta:
-        held = meta["splits"]["val"]["documents"]
-        print(f"{held['count']} documents are held out, of {held['shortest']:,} to {held['longest']:,} bytes")
+        held = [document["tokens"] for document in meta["documents"]["val"]]
+        print(f"{len(held)} documents are held out, of {min(held):,} to {max(held):,} bytes")
     xz = meta["xz9_bits_per_byte"]
     print(f"xz -9 needs {xz:.3f} bits per held-out byte" if xz else "xz: this Python was built without lzma")
 

@@ -22,7 +22,7 @@ import configurator
 from common.errors import regular
 from common.files import replacing
 from data.prepared import DataError
-from data.tokenizer import Text, canonical
+from data.tokenizer import Text, canonical, identified
 from data.tokens.sources import decoded
 from data.writer import finish, finished, preparing, run, write_split
 
@@ -80,12 +80,9 @@ def prepare(out, file=None, any_text=False, force=False, tokenizer="chars", voca
         source = str(file or URL)
         if not any_text:
             check(content, source)
-        content_sha256 = hashlib.sha256(content).hexdigest()
-        inputs = content_sha256
+        inputs = content_sha256 = hashlib.sha256(content).hexdigest()
         if canonical(tokenizer) != "char":
-            inputs += f" {tokenizer}"
-        if canonical(tokenizer).startswith("hf:"):  # its file may change under the same name
-            inputs += " " + Text(tokenizer).table_sha256
+            inputs += f" {identified(tokenizer)}"
         if not force and (tokens := finished(folder, inputs)):
             return tokens, False
         text = as_text(content, source)

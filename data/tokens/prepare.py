@@ -24,6 +24,7 @@ local files cannot be read, nothing stays.
 Tokens depend neither on --workers nor on kills.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -192,16 +193,14 @@ def token_arrays(text, texts):
     """The token ids of each of these texts, in which <|endoftext|> is text like any other."""
     if text.kind == "bytes":
         return [np.frombuffer(piece.encode("utf-8", "surrogatepass"), np.uint8) for piece in texts]
-    if text.kind == "char":
-        return [text.encode_ordinary(piece) for piece in texts]
     if text.kind == "hf":
         text.encoding.encode_special_tokens = True
         whole = [whole_characters(piece) for piece in texts]
         return [encoding.ids for encoding in text.encoding.encode_batch_fast(whole, add_special_tokens=False)]
-    try:
-        return [text.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in texts]
-    except ValueError:  # half a pair of surrogates, or more blanks than its regular expression takes
-        return [text.encode_ordinary(piece) for piece in texts]
+    with contextlib.suppress(ValueError):  # half a pair of surrogates, or more blanks than its regular expression takes
+        if text.kind == "tiktoken":
+            return [text.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in texts]
+    return [text.encode_ordinary(piece) for piece in texts]
 
 
 def encode(text, batch, dtype):
@@ -210,16 +209,17 @@ def encode(text, batch, dtype):
         arrays = [text.encode_after(piece.before, piece.text) for piece in batch]
     else:
         arrays = token_arrays(text, [piece.text for piece in batch])
-    parts = {split: [np.empty(0, dtype)] for split in SPLITS}
-    sizes, counts = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
-    for piece, ids in zip(batch, arrays, strict=True):
-        parts[piece.split].append(np.asarray(ids, dtype))
-        if piece.end:
-            parts[piece.split].append(np.array([text.eot_token], dtype))
-        sizes[piece.split] += len(piece.text.encode("utf-8", "surrogatepass"))
-        counts[piece.split] += not piece.before
     exact = text.gives_back(max((piece.text for piece in batch), key=len)[:SAMPLE_CHARS])
-    return {split: (np.concatenate(parts[split]), sizes[split] if exact else None, counts[split]) for split in SPLITS}
+    encoded = {}
+    for split in SPLITS:
+        tokens, size, n = [np.empty(0, dtype)], 0, 0
+        for piece, ids in zip(batch, arrays, strict=True):
+            if piece.split == split:
+                tokens += [np.asarray(ids, dtype), np.array([text.eot_token] * piece.end, dtype)]
+                size += len(piece.text.encode("utf-8", "surrogatepass"))
+                n += not piece.before
+        encoded[split] = np.concatenate(tokens), size if exact else None, n
+    return encoded
 
 
 def encode_shards(folder, shards, work, workers):
@@ -272,9 +272,11 @@ def total(sizes):
 def is_whole(folder, splits, n_vocab, read=False):
     """Whether the files of a shard are there in full; with `read`, also whether their content is the recorded one."""
     itemsize = np.dtype(DTYPES[token_dtype(n_vocab)]).itemsize
-    files = [(folder / entry["file"], entry["tokens"] * itemsize) for entry in splits.values()]
-    return all(path.is_file() and path.stat().st_size == size for path, size in files) and not (
-        read and any(file_sha256(folder / entry["file"]) != entry["sha256"] for entry in splits.values()))
+    for entry in splits.values():
+        path, size = folder / entry["file"], entry["tokens"] * itemsize
+        if not path.is_file() or path.stat().st_size != size or read and file_sha256(path) != entry["sha256"]:
+            return False
+    return True
 
 
 def finish_shards(folder, shards, meta):

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.prepared import DataError
+from data.shards import stamp
 from data.tokenizer import place_to_cut
 
 # datasets and pyarrow are imported where they are used: they take seconds, and --help should not.
@@ -222,11 +223,6 @@ def stamps(units):
     return {path: stamp(path) for path in paths}
 
 
-def stamp(path):
-    status = path.stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
 def check_unchanged(before):
     """Raises DataError if a local file is no longer the one whose stamp `before` holds."""
     for path, known in before.items():
@@ -291,16 +287,13 @@ def read_parquet(path, column):
     import pyarrow.parquet
 
     with open(path, "rb") as stream:
-        yield from read_table(pyarrow.parquet.ParquetFile(stream), column)
-
-
-def read_table(file, column):
-    if column not in file.schema_arrow.names:
-        raise LookupError(has_no(column, file.schema_arrow.names))
-    batches = file.iter_batches(1000, columns=[column])
-    values = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
-    for number, value in enumerate(values, 1):
-        yield as_text(value, f"row {number:,}"), True
+        file = pyarrow.parquet.ParquetFile(stream)
+        if column not in file.schema_arrow.names:
+            raise LookupError(has_no(column, file.schema_arrow.names))
+        batches = file.iter_batches(1000, columns=[column])
+        values = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+        for number, value in enumerate(values, 1):
+            yield as_text(value, f"row {number:,}"), True
 
 
 def read_lines(chunks, column):
@@ -323,18 +316,13 @@ def read_lines(chunks, column):
 
 def lines_of(chunks):
     """Lines of any length up to MOST_OF_A_LINE. Raises ValueError."""
-    rest, size = [], 0
+    rest = ""
     for chunk in chunks:
-        *lines, last = chunk.split("\n")
-        if lines:
-            yield "".join([*rest, lines[0]])
-            yield from lines[1:]
-            rest, size = [], 0
-        rest.append(last)
-        size += len(last)
-        if size > MOST_OF_A_LINE:
+        *lines, rest = (rest + chunk).split("\n")
+        yield from lines
+        if len(rest) > MOST_OF_A_LINE:
             raise ValueError(f"a line of more than {MOST_OF_A_LINE:,} characters")
-    yield "".join(rest)
+    yield rest
 
 
 def has_no(column, columns):
@@ -358,13 +346,9 @@ def in_short(error):
 
 def encoding_of(path, compression, given):
     """`given`, unless the file is UTF-8 and not only ASCII: then it is that, whatever others beside it are."""
-    if given is None:
-        return None
     with contextlib.suppress(ValueError), stream_of(path, compression) as stream:
-        ascii_only = True
-        for chunk in decoded(stream, None):
-            ascii_only = ascii_only and chunk.isascii()
-        return given if ascii_only else "utf-8"
+        if given and not all([chunk.isascii() for chunk in decoded(stream, None)]):  # a list: to its end
+            return "utf-8"
     return given
 
 
