@@ -320,7 +320,7 @@ def _convert(setting, value, where, from_text):
         if kind is str:
             return _string(value, empty=True)
         if kind is Path:
-            return Path(os.path.expanduser(_string(value, empty=False)))
+            return Path(_string(value, empty=False))
         if kind is bool:
             return _bool(value, from_text)
         return _number(kind, value, from_text)
@@ -339,7 +339,7 @@ def _string(value, empty):
     if not isinstance(value, str) or "\0" in value or not (value or empty):
         raise ValueError
     value.encode()  # UnicodeError is a ValueError: a name that is not UTF-8 could be saved but not read back
-    return value
+    return os.path.expanduser(value) if value.startswith("~/") else value  # the shell leaves --out_dir=~/run as it is
 
 
 def _bool(value, from_text):

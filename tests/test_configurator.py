@@ -72,7 +72,8 @@ def file(tmp_path, monkeypatch):
     ("--compile=0", "compile", False), ("--compile=yes", "compile", True), ("--n_layer=9e12", "n_layer", 9 * 10**12),
     ("--out_dir=a=b", "out_dir", "a=b"), ("--out_dir=", "out_dir", ""), ("--out_dir=none", "out_dir", "none"),
     ("--out_dir=__import__('os')", "out_dir", "__import__('os')"), ("--out_dir=x.py", "out_dir", "x.py"),
-    ("--name=3", "name", "3"), ("--model=llama", "model", "llama"), ("--act=relu", "act", "relu")])
+    ("--out_dir=~/a", "out_dir", os.path.expanduser("~/a")), ("--name=3", "name", "3"),
+    ("--model=llama", "model", "llama"), ("--act=relu", "act", "relu")])
 def test_command_line_value(argument, key, expected):
     value = getattr(load(Config, [argument]), key)
     assert value == expected and type(value) is type(expected)
