@@ -48,8 +48,8 @@ CONSTANTS = """\
 L = E + (A / N^alpha + B / (D - D0)^beta)^gamma, N_opt ~ C^a over three forms of it with equal weight; compute: times
 the FLOPs for the loss of the other's largest run; per C: the factor by which that changes with twice the FLOPs."""
 COVERAGE = """\
-So many simulated sweeps of `{}` had the truth in their 90% intervals, by the form of the true law; in brackets half the
-mean width, in log L, log2 of a ratio, or of the constant:"""
+How many simulated sweeps of `{}` had the truth in their 90% intervals, by the form of the true law. In brackets stands
+half the mean width of an interval, in log L, log2 of a ratio, or of the constant:"""
 
 
 def rate_costs(searches, rates, widths):
@@ -61,22 +61,24 @@ def rate_costs(searches, rates, widths):
     Args:
         searches: {width: {rate: {seed: loss}}}; rates: {width: the rate that was chosen}, of the searched widths.
     """
-    looked = {width: compare.look_at_search(search, None) for width, search in searches.items()}
-    looked = {width: found for width, found in looked.items() if found}
-    if not looked:
+    curvatures = []
+    variances = []
+    for search in searches.values():
+        found = compare.look_at_search(search, None)
+        if found:
+            best = min(np.mean(list(losses.values())) for losses in search.values())
+            curvatures.append(found.curvature / best)
+            variances.append(found.variance)
+    if not curvatures:
         return np.zeros(len(widths))
-    best = {width: min(np.mean(list(losses.values())) for losses in searches[width].values()) for width in looked}
-    curvature = np.mean([found.curvature / best[width] for width, found in looked.items()])
-    variance = np.mean([found.variance for found in looked.values()])
-    x = np.log(list(rates))
+    variance = np.mean(variances)
     leverage = np.ones(len(widths))
-    if len(x) > 2:
-        apart = x - x.mean()
-        y = np.log(list(rates.values()))
-        off = y - y.mean() - apart * (apart @ y) / (apart @ apart)
-        variance = max(variance, off @ off / (len(x) - 2))
-        leverage = np.maximum(1, 1 / len(x) + (np.log(widths) - x.mean()) ** 2 / (apart @ apart))
-    return curvature * variance * leverage
+    if len(rates) > 2:
+        x = np.log(list(rates))
+        squares = len(x) * x.var()
+        variance = max(variance, sweep.line_of_rates(rates).stderr ** 2 * squares)
+        leverage = np.maximum(1, 1 / len(x) + (np.log(widths) - x.mean()) ** 2 / squares)
+    return np.mean(curvatures) * variance * leverage
 
 
 def reported(runs):
@@ -145,22 +147,23 @@ def families_of(runs, models=(), least=MB, with_embedding=False):
 # ---------------------------------------------------------------------------------------------------------- predictions
 
 def to_predict(families):
-    """{model: {(N, D): (size, tokens)}} of the runs of `sweep.py law_predicted` that go on from a complete size,
-    or are of a larger one."""
+    """Rows of the runs of `sweep.py law_predicted` that go on from a complete size, or are of a larger one."""
     preset = sweep.PRESETS["law_predicted"]
     models = [model for model in preset.models if model in families]
     cells = sweep.reported_cells(preset, dict.fromkeys(itertools.product(models, preset.sizes), 1.0))
     sweep.estimate(cells)
-    targets = {}
+    rows = []
     for cell in cells:
-        model, size, tokens = (cell.at[key] for key in ("model", "size", "tokens"))
-        family = families[model]
-        N = float(cell.at["parameters"] - sweep.vocabulary("pystdlib") * sweep.load(cell.argv).n_embd)
-        if size in family.sizes:
-            N = family.N[family.sizes.index(size)]
-        if size in family.sizes or N > family.N[-1]:
-            targets.setdefault(model, {})[N, float(tokens)] = size, tokens
-    return targets
+        row = {key: cell.at[key] for key in ("model", "size", "tokens")}
+        family = families[row["model"]]
+        row["is_larger"] = row["size"] not in family.sizes
+        if row["is_larger"]:
+            row["N"] = float(cell.at["parameters"] - cell.at["embedding"])
+        else:
+            row["N"] = float(family.N[family.sizes.index(row["size"])])
+        if row["N"] > family.N[-1] or not row["is_larger"]:
+            rows.append(row)
+    return rows
 
 
 def predict(path, families, least, draws):
@@ -168,20 +171,20 @@ def predict(path, families, least, draws):
     if path.exists():
         raise ConfigError(f"--predict={path}: these predictions stand: name another file for those of other families")
     path.parent.mkdir(parents=True, exist_ok=True)
-    targets = to_predict(families)
-    if not targets:
+    rows = to_predict(families)
+    if not rows:
         raise ConfigError("--predict: `sweep.py law_predicted` has no larger size, and continues none of these")
+    targets = {}
+    for row in rows:
+        targets.setdefault(row["model"], []).append((row["N"], row["tokens"]))
     found = fit.analyse(families, targets, least, draws)
-    predictions = []
-    for model, places in targets.items():
-        for (N, D), (size, tokens) in places.items():
-            low, loss, high = np.exp(found[f"{model} {N:.0f} {D:.0f}"]).tolist()
-            by_power = math.exp(fit.power(families[model], N, D))
-            predictions.append({"model": model, "size": size, "tokens": tokens, "low": low, "loss": loss, "high": high,
-                                "power": by_power, "is_larger": size not in families[model].sizes})
-            print(f"{model} {size} {tokens:,}: {loss:.4f} ({low:.4f} .. {high:.4f}), by a power {by_power:.4f}")
+    for row in rows:
+        low, loss, high = np.exp(found["{model} {N:.0f} {tokens:.0f}".format(**row)]).tolist()
+        by_power = math.exp(fit.power(families[row["model"]], row["N"], row["tokens"]))
+        row |= {"low": low, "loss": loss, "high": high, "power": by_power}
+        print("{model} {size} {tokens:,}: {loss:.4f} ({low:.4f} .. {high:.4f}), by a power {power:.4f}".format(**row))
     time = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    write_json(path, {"commit": environment()["commit"], "time": time, "predictions": predictions})
+    write_json(path, {"commit": environment()["commit"], "time": time, "predictions": rows})
 
 
 def measured(runs, folder):
@@ -230,8 +233,8 @@ def verdict(rows, words):
 
 # ------------------------------------------------------------------------------------------------------------- the page
 
-def told(interval, template=RATIO, of=float):
-    """An interval in words, of(value) of each; `cannot be told` unless it has ends."""
+def in_words(interval, template=RATIO, of=float):
+    """An interval in words, of(value) for each; UNKNOWN unless it has ends."""
     if interval is None or not np.isfinite(interval).all():
         return UNKNOWN
     low, middle, high = map(of, interval)
@@ -240,13 +243,13 @@ def told(interval, template=RATIO, of=float):
 
 def trend(interval, per):
     """What a slope of log2 per doubling says, in percent."""
-    words = told(interval, "{:+.1f}% ({:+.1f} .. {:+.1f}) per doubling", lambda x: 100 * (2**x - 1))
+    words = in_words(interval, "{:+.1f}% ({:+.1f} .. {:+.1f}) per doubling", lambda x: 100 * (2**x - 1))
     if words == UNKNOWN or interval[0] <= 0 <= interval[2]:
         return f"whether that falls or rises with {per} {UNKNOWN}" + f": {words}" * (words != UNKNOWN)
     return f"that {'falls' if interval[2] < 0 else 'rises'} with {per}, {words}"
 
 
-def of_tokens(found, families, least, other):
+def sentence_of_tokens(found, families, least, other):
     """Point 1: what the first family needs of another's tokens, in the middle of the sizes and budgets of both."""
     first, *_ = families
     sizes = fit.common_sizes(families[first], families[other])
@@ -255,26 +258,26 @@ def of_tokens(found, families, least, other):
     size = sizes[len(sizes) // 2]
     (D,) = fit.since(fit.of_sizes(families[other], [size]), least).D
     tokens = D[len(D) // 2]
-    ratio = told(found[f"{other} tokens {size} {tokens:.0f}"], of=np.exp2)
+    ratio = in_words(found[f"{other} tokens {size} {tokens:.0f}"], of=np.exp2)
     return (f"{name_of(first)} needs {ratio} times {name_of(other)}'s tokens at {size} and {human(tokens)} tokens; at "
             f"fixed size {trend(found[f'{other} per D'], 'the tokens')}; at fixed tokens "
             f"{trend(found[f'{other} per N'], 'the size')}.")
 
 
-def of_compute(found, families, other):
+def sentence_of_compute(found, families, other):
     """Point 2: what it needs of another's compute on the frontier."""
     first, *_ = families
     b = families[other]
     largest = f"{name_of(other)} {b.sizes[-1]} after {human(b.D[-1, -1])} tokens"
-    return (f"On the frontier {name_of(first)} needs {told(found[f'{other} compute'], of=np.exp2)} times "
+    return (f"On the frontier {name_of(first)} needs {in_words(found[f'{other} compute'], of=np.exp2)} times "
             f"{name_of(other)}'s FLOPs for the loss of {largest}; {trend(found[f'{other} per C'], 'the compute')}.")
 
 
-def of_constants(found, model):
+def sentence_of_constants(found, model):
     """Point 4: the constants of a family."""
     low, _, high = found[f"{model} E"]
     floor = f"{low:.2f} .. {high:.2f}" if low > 0.01 else f"{UNKNOWN} from 0 (at most {high:.2f})"
-    return f"{name_of(model)}: alpha {told(found[f'{model} alpha'])}, a {told(found[f'{model} a'])}, E {floor}."
+    return f"{name_of(model)}: alpha {in_words(found[f'{model} alpha'])}, a {in_words(found[f'{model} a'])}, E {floor}."
 
 
 def at_half_rate(runs, families, draws):
@@ -298,7 +301,7 @@ def at_half_rate(runs, families, draws):
             a_half, b_half, a, b = fit.curves(D, log_L)
             change = fit.tokens_needed(a_half, b_half, D[0]) - fit.tokens_needed(a, b, D[0])
             changes.append(np.mean(change[np.isfinite(change)]))
-        times = told(fit.interval(changes), of=np.exp2) if changes else UNKNOWN
+        times = in_words(fit.interval(changes), of=np.exp2) if changes else UNKNOWN
         sentences.append(f"What {name_of(first)} needs of {name_of(other)}'s tokens at half the rates, over what it "
                          f"needs at those of the search, at {size}: {times}.")
     return sentences
@@ -335,7 +338,7 @@ def rows_of_ratios(found):
         if place:
             size, _, tokens = place.rpartition(" ")
             row = rows.setdefault((model, size), {"of": name_of(model), "at": size})
-            row[f"{human(float(tokens))} tokens"] = told(interval, of=np.exp2)
+            row[f"{human(float(tokens))} tokens"] = in_words(interval, of=np.exp2)
     return list(rows.values())
 
 
@@ -348,7 +351,7 @@ def rows_of_constants(choices):
             model, _, quantity = key.partition(" ")
             if quantity in of:
                 row = rows.setdefault(key, {"quantity": f"{name_of(model)} {quantity}"})
-                row[words] = told(interval, of=of[quantity])
+                row[words] = in_words(interval, of=of[quantity])
     return list(rows.values())
 
 
@@ -400,8 +403,8 @@ def page(runs, args, out):
     if families:
         found = fit.analyse(families, None, least, args.draws)
         choices = {f"from {args.least:g} MB": found, **by_other_choices(runs, args, families)}
-    sentences = [of_tokens(found, families, least, other) for other in others]
-    sentences += [of_compute(found, families, other) for other in others]
+    sentences = [sentence_of_tokens(found, families, least, other) for other in others]
+    sentences += [sentence_of_compute(found, families, other) for other in others]
     if not others:
         sentences.append(f"What one family needs of another's tokens and compute {UNKNOWN}: {len(families)} can be "
                          "fitted.")
@@ -409,7 +412,7 @@ def page(runs, args, out):
         group = [row for row in rows if row["is_larger"] == is_larger]
         if group:
             sentences.append(verdict(group, words))
-    sentences += [of_constants(found, model) for model in families]
+    sentences += [sentence_of_constants(found, model) for model in families]
     controls = controls_of(runs, args, families)
     if not rows:
         missing.append("no predictions: --predict writes them, before `sweep.py law_predicted` runs")

@@ -438,7 +438,7 @@ def vocabulary(dataset):
 
 
 def estimate(cells):
-    """Set parameters, tokens and flops of every cell, and `seconds`, by which the time left is shared among cells.
+    """Set parameters, embedding, tokens and flops of every cell, and `seconds`, by which it shares the time left.
 
     Raises ConfigError where a config does not make a model.
     """
@@ -448,24 +448,27 @@ def estimate(cells):
     from inspection.counting import cpu_seconds, flops_per_token, parameter_count
     from model import LM, ModelConfig
 
-    models = {}  # (family, size): a model without memory
+    counted = {}  # (family, size): parameters, and FLOPs per token
     for c in cells:
         config = load(c.argv)
         key = c.at["model"], c.at["size"]
-        if key not in models:
+        if key not in counted:
             settings = dataclasses.asdict(config)
             settings["vocab_size"] = config.vocab_size or vocabulary(config.dataset)
             try:
                 sizes = ModelConfig(**{f.name: settings[f.name] for f in dataclasses.fields(ModelConfig)})
                 sizes.check_pattern()
                 with torch.device("meta"):
-                    models[key] = LM(sizes)
+                    model = LM(sizes)
             except ValueError as error:
                 raise ConfigError(f"{c.argv[0]}: {error}") from None
+            counted[key] = parameter_count(model), flops_per_token(model)["total"]
+        parameters, per_token = counted[key]
         trained = (config.max_iters - c.at["from"]) * config.batch_tokens
-        c.at["parameters"] = parameter_count(models[key])["total"]
+        c.at["parameters"] = parameters["total"]
+        c.at["embedding"] = parameters["embedding"]
         c.at["tokens"] = config.max_iters * config.batch_tokens
-        c.at["flops"] = flops_per_token(models[key])["total"] * trained
+        c.at["flops"] = per_token * trained
         c.seconds = START_SECONDS + cpu_seconds(c.at["flops"], trained)
 
 
@@ -689,7 +692,6 @@ class Sweep(Experiment):
             sizes[smallest] = replace(sizes[smallest], search=first.search, search_steps=first.search_steps)
         return replace(preset, sizes=sizes, models=models, families=families,
                        args=(*preset.args, *map(whole_path, args.others)))
-
 
 
 main = Sweep.main

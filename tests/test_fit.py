@@ -256,7 +256,7 @@ def test_what_cannot_be_told_is_said():
     assert "that falls with C, " in law.trend([-2, -1, -0.5], "C")
     for slope in [-1, 0.5, 2], [-math.inf, 1, 2], [math.nan] * 3:
         assert "whether that falls or rises with C cannot be told" in law.trend(slope, "C")
-    assert law.told([0.1, 0.2, math.inf]) == "cannot be told" and law.told([1, 2, 3]) == "2.00 (1.00 .. 3.00)"
+    assert law.in_words([0.1, 0.2, math.inf]) == "cannot be told" and law.in_words([1, 2, 3]) == "2.00 (1.00 .. 3.00)"
     beyond = fit.log_tokens([0, 1], np.array([3, 1]), np.array([4, 2, 0]))
     assert beyond.tolist() == [-math.inf, 0.5, math.inf]
     assert fit.interval([-math.inf, *range(9), math.inf]) == [-math.inf, 4, math.inf]
