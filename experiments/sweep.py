@@ -3,7 +3,6 @@
     python experiments/sweep.py duel longhorn mamba       two families, 1 to 2 hours on two cores: one sentence
     python experiments/sweep.py duel longhorn longhorn,llama             a pattern of layers is a family too
     python experiments/sweep.py laptop                    the paper's six families, 1 to 2 hours on two cores
-    python experiments/sweep.py night                     nine families, three sizes, three budgets: a night
     python experiments/sweep.py law                       seven families, five sizes, six budgets: days on two cores;
                                                           on GPUs 8M to the paper's 120M (law_gpu)
     python experiments/sweep.py paper --dry-run --gpus=8 --gpu=H100      the paper's 24 cells, planned on any machine
@@ -74,7 +73,6 @@ class Preset:
     models: tuple = FAMILIES
     warmup: int = 0  # steps of every run, 5% of half the budget: runs that differ in it could not be branches
     rate_times_width: float = 0.36  # in the middle of the rates that the first size tries
-    jobs_per_gpu: int = 1
     args: tuple = ()  # for every run
     families: dict = field(default_factory=dict)  # {family: fields of all its sizes that are other than in `sizes`}
     one_by_one: bool = False  # a family and size after the other, and no cosine; else the first seed of everything
@@ -121,9 +119,6 @@ PRESETS = {
         "1.5M": Size(L, 1024, (256, 512), seeds=16, search=3)}),
     "laptop": Preset(warmup=26, args=LAPTOP, sizes={
         "460K": Size(M, 1024, (256, 512), seeds=5, search=2), "1.5M": Size(L, 1024, (256, 512), seeds=3)}),
-    "night": Preset(models=(*FAMILIES, "rwkv4", "deltanet", "longhorn_exact"), warmup=51, args=LAPTOP, sizes={
-        "130K": Size(S, 2048, (1024, 4096), seeds=4, search=2), "460K": Size(M, 2048, (1024, 4096), seeds=4, search=2),
-        "3.5M": Size(XL, 2048, (1024, 4096), seeds=3)}),
     # Ratios need the best families' shorter budgets; those two differ more from seed to seed.
     "law": Preset(models=LAW_FAMILIES, warmup=51, args=LAW_ARGS, sizes=LAW, one_by_one=True, families={
         "longhorn": {"others": (256, *LAW_OTHERS)}, "mamba": {"others": (256, *LAW_OTHERS)},
@@ -147,13 +142,6 @@ PRESETS = {
     "law_4096": Preset(models=("longhorn", "llama"), warmup=26, one_by_one=True,
                        args=(*LAW_ARGS, "--batch_tokens=4096", "--micro_batch_size=16"), sizes={
                            "460K": Size(M, 1024, (128, 256, 512), seeds=2, search=1, search_steps=1024, rates=3)}),
-    # 31M tokens: each is read once where the standard library has 31 MB (docs/your-data.md for more)
-    "gpu": Preset(warmup=23, rate_times_width=0.5, jobs_per_gpu=4, sizes={
-        "3.5M": Size(XL, 940, (235, 470), seeds=4, search=2, rates=3, config="120m"),
-        "11.5M": Size(("--n_layer=6", "--n_head=6", "--n_embd=384"), 940, (235, 470), seeds=2, config="120m")}, args=(
-            "--dataset=pystdlib", "--vocab_size=0", "--mlp_multiple=64", "--batch_tokens=32768",
-            "--micro_batch_size=32", "--compile=false", "--eval_interval=0", "--eval_tokens=0", "--log_interval=20",
-            "--keep_checkpoints=1")),
     "paper": Preset(sizes={
         "120M": Size(config="120m"), "350M": Size(config="350m"),
         "120M at 4096": Size(("--block_size=4096", "--micro_batch_size=8"), config="120m"),
@@ -597,7 +585,6 @@ class Sweep(Experiment):
         if args.command == "law" and (args.gpu or not args.cluster and runner.visible_gpus()):
             args.command = "law_gpu"
         self.preset = self.chosen()
-        self.per_gpu = self.preset.jobs_per_gpu
         self.nproc = args.nproc or 1
         if (args.gpu or "gpus" in args.overrides) and not (args.gpu and args.dry_run):
             raise ConfigError("--gpus and --gpu plan for GPUs that need not be here: give --gpu=NAME and --dry-run")
