@@ -315,7 +315,9 @@ data/tokens/prepare.py --shuffle -1              shuffle -1 must be at least 0
 data/tokens/prepare.py --workers=0               workers 0 must be at least 1
 data/tokens/prepare.py --files --force           --files needs a value
 data/openwebtext/prepare.py c4                   unexpected argument 'c4'
-data/tokens/prepare.py --tasks=0                 tasks 0 must be at least 1
+data/tokens/cluster.py --tasks=0                 tasks 0 must be at least 1
+data/tokens/cluster.py --workers=0               workers 0 must be at least 1
+data/tokens/cluster.py --cluster=lsf             expected one of slurm, ray
 bench/scan.py --rounds=0                         rounds 0 must be at least 1
 bench/scan.py --threads=1000000                  threads 1000000 must be at most
 bench/scan.py --dtype=float64                    expected one of float32, bfloat16, float16

@@ -51,8 +51,8 @@ from data.prepared import Tokens
 from data.pystdlib import prepare as pystdlib
 from data.shakespeare_char import prepare as shakespeare
 from data.tokenizer import Text
+from data.tokens import cluster, sources
 from data.tokens import prepare as any_tokens
-from data.tokens import sources
 
 quick = settings(deadline=None, max_examples=60, database=None)
 
@@ -875,27 +875,10 @@ def test_files_are_known_by_their_content(small_units, tmp_path, prepare, monkey
     rejected(prepare, "from other inputs")
 
 
-@pytest.mark.parametrize("tasks", [2, 9])
-def test_tasks_make_the_tokens_of_one_process(small_units, tmp_path, prepare, capsys, tasks):
-    """More of them than files, too; one that ended is not made again, one whose shard is lost is."""
-    files_of_every_kind(tmp_path / "files", [documents(30)] * 4 + [["one text\n" * 100]])
-    whole = prepare(files=[tmp_path / "files"])
-    run = lambda task, **how: prepare(files=[tmp_path / "files"], out=tmp_path / "tasks", task=task, tasks=tasks, **how)
-    rejected(lambda: run(tasks), f"--task={tasks} is not one of")
-    rejected(lambda: run(0, shuffle=1), "leave out --tasks")
-    assert [run(task) for task in range(1, tasks)] == [None] * (tasks - 1)
-    assert f"{tasks - 1} of {tasks} tasks have ended" in capsys.readouterr().out
-    lost = max((tmp_path / "tasks" / f"part-00001-of-0000{tasks}").glob("*.train.bin"))
-    lost.unlink()
-    kept = lost.with_name("00000.train.bin").stat().st_mtime_ns
-    assert run(1) is None and lost.exists() and kept == lost.with_name("00000.train.bin").stat().st_mtime_ns
-    tokens = run(0)
-    assert (tokens.train[:].tolist(), tokens.val[:].tolist()) == (whole.train[:].tolist(), whole.val[:].tolist())
-    for split, entry in whole.meta["splits"].items():
-        made = tokens.meta["splits"][split]
-        assert all(made[key] == entry[key] for key in ("tokens", "bytes", "documents", "max_token"))
-    rejected(lambda: run(0, val_fraction=0.3), "from other inputs")
-    assert run(1, force=True).meta["splits"] == tokens.meta["splits"]
+def test_many_machines_need_a_package(monkeypatch, tmp_path):
+    """The rest is in test_data_cluster.py."""
+    monkeypatch.setitem(sys.modules, "datatrove.pipeline.tokens", None)
+    rejected(lambda: cluster.prepare(tmp_path, files=[tmp_path]), "datatrove is missing", "requirements-cluster.txt")
 
 
 def test_no_network(small_units, tmp_path, prepare, monkeypatch):

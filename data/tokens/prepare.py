@@ -1,7 +1,7 @@
 """Any text as shards of tokens: a data set of Hugging Face, streamed, or local files, with any tokenizer.
 
     python data/tokens/prepare.py fineweb_edu                            # a recipe: into data/fineweb_edu
-    python data/tokens/prepare.py fineweb_edu --tasks=64 --task=5        # one job of 64; docs/scale.md
+    python data/tokens/cluster.py fineweb_edu --cluster=slurm            # the same tokens, made on many machines
     python data/tokens/prepare.py allenai/c4 --subset=en --tokenizer=tiktoken:gpt2 --out data/c4
     python data/tokens/prepare.py --files corpus/ --tokenizer=hf:FOLDER --out data/mine  # docs/your-data.md
     python data/openwebtext/prepare.py                                   # the recipe openwebtext
@@ -21,7 +21,7 @@ GB). OpenWebText gives 9,035,582,198 tokens to train on and 4,434,897 for valida
 
 It can be killed at any time; rerun the command to resume after the last shard, of some 100M tokens, in plan.json. If
 local files cannot be read, nothing stays.
-Tokens depend neither on --workers nor on --tasks nor on kills.
+Tokens depend neither on --workers nor on kills.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
 import configurator
-from configurator import Count, Seed, Share, Whole
+from configurator import Count, Seed, Share
 from data.prepared import DTYPES, SPLITS, DataError, file_sha256, read_sealed
 from data.shards import shards_sha256
 from data.tokenizer import Text, canonical, whole_characters
@@ -55,7 +55,7 @@ from data.tokens.sources import (
     stamps,
 )
 from data.writer import finish, finished, preparing, run, token_dtype, warn_single_document, write_sealed, write_split
-from runtime.records import BadRecord
+from runtime.records import BadRecord, fields
 
 MISTRAL = "hf:mistralai/Mistral-7B-v0.1"
 OWT, NANOGPT_SPLIT = "Skylion007/openwebtext", {"val_fraction": 0.0005, "shuffle": 2357}
@@ -157,15 +157,17 @@ class Piece:
     end: bool = False
 
 
-def in_batches(work, share, first, items):
-    """(unit, items of it so far, [Piece, ...]) per BATCH_CHARS characters of a share of the units, after so many of
-    unit `first`. Raises DataError."""
-    for unit in share if work.splitting.cut is not None else range(first, share.stop):
+def in_batches(units, reading, splitting, first=0, items=0):
+    """(unit, items of it so far, [Piece, ...]) per BATCH_CHARS characters, after so many of unit `first`.
+
+    Raises DataError.
+    """
+    for unit in range(first if splitting.cut is None else 0, len(units)):
         batch, chars, number, n = [], 0, 0, 0
         before, last = "", None
         done = items if unit == first else 0
-        for n, (official, text, end) in enumerate(documents(work.units[unit], work.reading), 1):
-            for split, part in work.splitting.parts(official, f"{unit}/{number}", text):
+        for n, (official, text, end) in enumerate(documents(units[unit], reading), 1):
+            for split, part in splitting.parts(official, f"{unit}/{number}", text):
                 if split != last:
                     before = ""
                 batch.append(Piece(split, part, before))
@@ -220,28 +222,28 @@ def encode(text, batch, dtype):
     return encoded
 
 
-def encode_shards(folder, part, shards, share, work, workers):
-    """Write the shards of a share of the units that follow `shards`, as PART00005.train.bin, and append their records:
-    {"unit", "items" of it so far, "splits"}. Yields after each of them."""
+def encode_shards(folder, shards, work, workers):
+    """Write the shards that follow `shards` and append their records: {"unit", "items" of it so far, "splits"}. Yields
+    after each of them."""
     from tqdm import tqdm
 
     text, dtype = work.text, np.dtype(DTYPES[token_dtype(work.text.n_vocab)])
     parts = {split: [] for split in SPLITS}
-    start = (shards[-1]["unit"], shards[-1]["items"]) if shards else (share.start, 0)
+    start = (shards[-1]["unit"], shards[-1]["items"]) if shards else ()
     with ThreadPoolExecutor(workers) as pool, tqdm(unit=" tokens", unit_scale=True) as bar:
         # threads: tokenizers are written in Rust, and release the GIL
         submitted = ((unit, items, pool.submit(encode, text, batch, dtype))
-                     for unit, items, batch in in_batches(work, share, *start))
+                     for unit, items, batch in in_batches(work.units, work.reading, work.splitting, *start))
         waiting = list(itertools.islice(submitted, 2 * workers))
         while waiting:
             unit, items, encoded = waiting.pop(0)
-            for split, of_batch in encoded.result().items():
-                parts[split].append(of_batch)
-                bar.update(len(of_batch[0]))
+            for split, part in encoded.result().items():
+                parts[split].append(part)
+                bar.update(len(part[0]))
             waiting += itertools.islice(submitted, 1)
             bar.set_description(f"file {unit + 1} of {len(work.units)}")
             if not waiting or sum(len(ids) for split in SPLITS for ids, _, _ in parts[split]) >= SHARD_TOKENS:
-                splits = write_shard(folder, f"{part}{len(shards):05d}.", parts, text.n_vocab)
+                splits = write_shard(folder, f"{len(shards):05d}.", parts, text.n_vocab)
                 shards.append({"unit": unit, "items": items, "splits": splits})
                 parts = {split: [] for split in SPLITS}
                 yield
@@ -267,10 +269,14 @@ def total(sizes):
     return None if None in sizes else sum(sizes)
 
 
-def is_whole(folder, splits):
-    """Whether the files of a shard are there, with the recorded content."""
-    files = [(folder / entry["file"], entry["sha256"]) for entry in splits.values()]
-    return all(path.is_file() and file_sha256(path) == sha256 for path, sha256 in files)
+def is_whole(folder, splits, n_vocab, read=False):
+    """Whether the files of a shard are there in full; with `read`, also whether their content is the recorded one."""
+    itemsize = np.dtype(DTYPES[token_dtype(n_vocab)]).itemsize
+    for entry in splits.values():
+        path, size = folder / entry["file"], entry["tokens"] * itemsize
+        if not path.is_file() or path.stat().st_size != size or read and file_sha256(path) != entry["sha256"]:
+            return False
+    return True
 
 
 def finish_shards(folder, shards, meta):
@@ -395,83 +401,64 @@ def contents(units):
     return named
 
 
-def discard(out, folder):
-    for path in [folder / "plan.json", out / "meta.json", *folder.glob(f"{'[0-9]' * 5}[-.]*")]:
+def begin(folder, inputs, force):
+    """The Tokens of a folder that is finished already, else None. Raises DataError where it holds others."""
+    if force:
+        discard(folder)
+    elif not {inputs_of(folder / "plan.json"), inputs_of(folder / "meta.json")} <= {None, inputs}:
+        raise DataError(f"{folder} holds tokens from other inputs: choose another --out, or --force")
+    return finished(folder, inputs)
+
+
+def discard(folder):
+    for path in [folder / "plan.json", folder / "meta.json", *folder.glob(f"{'[0-9]' * 5}[-.]*")]:
         path.unlink(missing_ok=True)
 
 
 def inputs_of(path):
-    """What a plan.json or meta.json was made from; None where there is no such file."""
+    """What a plan.json or meta.json was made from; None where there is no such file, or nothing was made yet."""
     try:
-        return read_sealed(path).get("inputs") or "unknown"
+        record = read_sealed(path)
     except BadRecord:
         return "unknown" if path.exists() else None
+    return None if record.get("shards") == [] else record.get("inputs") or "unknown"
 
 
-def prepare(out, workers=1, force=False, task=0, tasks=1, **choices):
-    """Write the shards and then meta.json into `out`, unless they are there. Returns Tokens, or None while other tasks
-    have not ended.
+def prepare(out, workers=1, force=False, **choices):
+    """Write the shards and then meta.json into `out`, unless they are there. Returns Tokens.
 
-    task, tasks: only the `task`-th of so many equal shares of the source's files; choices: as `plan` takes them. Raises
-    DataError, one line.
+    choices: as `plan` takes them. Raises DataError, one line.
     """
-    out = Path(out)
     work = plan(out=out, **choices)
-    inputs, recipe = work.meta["inputs"], work.meta["recipe"]
-    if task >= tasks:
-        raise DataError(f"--task={task} is not one of --tasks={tasks}, which are counted from 0")
-    if tasks > 1 and (work.splitting.cut is not None or recipe["shuffle"] is not None):
-        raise DataError("few documents, and shuffled ones, are prepared by one process: leave out --tasks")
-    parts = [f"part-{i:05d}-of-{tasks:05d}/" for i in range(tasks)] if tasks > 1 else [""]
-    with preparing(out / parts[task]) as folder:
-        path = folder / "plan.json"
-        if force:
-            discard(out, folder)
-        elif not {inputs_of(path), inputs_of(out / "meta.json")} <= {None, inputs}:
-            raise DataError(f"{folder} holds tokens from other inputs: choose another --out, or --force")
-        if tokens := finished(out, inputs):
+    meta, recipe = work.meta, work.meta["recipe"]
+    with preparing(out) as folder:
+        if tokens := begin(folder, meta["inputs"], force):
             return tokens
-        record = {"inputs": inputs, "shards": [], "ended": False}
+        path, shards = folder / "plan.json", []
         if inputs_of(path):
-            record |= read_sealed(path)
-            whole = list(itertools.takewhile(lambda shard: is_whole(out, shard["splits"]), record["shards"]))
-            record["ended"] &= len(whole) == len(record["shards"])
-            record["shards"] = whole
+            with fields(f"{path}: its records"):
+                shards += itertools.takewhile(lambda shard: is_whole(folder, shard["splits"], work.text.n_vocab, True),
+                                              read_sealed(path)["shards"])
+        save = lambda: write_sealed(path, {"inputs": meta["inputs"], "shards": shards})
+        save()
         try:
-            if not record["ended"]:
-                if recipe["shuffle"] is not None:
-                    work.units = shuffled_units(recipe["source"], recipe["subset"], work.units, work.reading,
-                                                recipe["val_fraction"], recipe["shuffle"], inputs, work.before)
-                share = range(len(work.units) * task // tasks, len(work.units) * (task + 1) // tasks)
-                for _ in encode_shards(out, parts[task], record["shards"], share, work, workers):
-                    check_unchanged(work.before)
-                    write_sealed(path, record)
-                write_sealed(path, {**record, "ended": True})
-            return join(out, parts, work.meta)
+            if recipe["shuffle"] is not None:
+                work.units = shuffled_units(recipe["source"], recipe["subset"], work.units, work.reading,
+                                            recipe["val_fraction"], recipe["shuffle"], meta["inputs"], work.before)
+            for _ in encode_shards(folder, shards, work, workers):
+                check_unchanged(work.before)
+                save()
+            return finish_shards(folder, [shard["splits"] for shard in shards], meta)
         except DataError:
             if work.before:  # local files, of which the same would fail again, and others need other shards
-                discard(out, folder)
+                discard(folder)
             raise
 
 
-def join(out, parts, meta):
-    """Write meta.json, if all parts have ended. Returns Tokens, or None."""
-    shards = []
-    ended = 0
-    for part in parts:
-        path = out / f"{part}plan.json"
-        if inputs_of(path) == meta["inputs"]:
-            record = read_sealed(path)
-            ended += record["ended"]
-            shards += (shard["splits"] for shard in record["shards"])
-    if ended == len(parts):
-        return finish_shards(out, shards, meta)
-    print(f"{out}: {ended} of {len(parts)} tasks have ended")
-    return None
-
-
 @dataclass
-class Options:
+class Source:
+    """Options of prepare.py and cluster.py."""
+
     source: str = None  # a recipe (RECIPES in data/tokens/prepare.py), or a name of the hub
     subset: str = None  # of a data set of the hub, sample-10BT say
     files: list[Path] = None  # local files, or folders of them; with a recipe, in its place
@@ -485,17 +472,19 @@ class Options:
     val_fraction: Share = None  # of documents, where no split is official; not given: 0.0005, of few texts a tenth
     out: Path = None  # folder to write; not given: data/ and the recipe's name
     force: bool = False  # prepare again from the beginning
-    shuffle: Seed = None  # shuffle and split as nanoGPT does (seed 2357)
-    workers: Count = CORES  # threads; the default: one per core
-    tasks: Count = 1  # processes that share the source's files; local ones count once per 256 MB
-    task: Whole = 0  # which of them this one is, from 0
 
     ARGUMENTS = ("source",)
 
 
-def read():
+@dataclass
+class Options(Source):
+    shuffle: Seed = None  # shuffle and split as nanoGPT does (seed 2357)
+    workers: Count = CORES  # threads; the default: one per core
+
+
+def read(options_class, doc):
     """The arguments of `prepare` on the command line, those of a recipe filled in. Raises ConfigError."""
-    options = configurator.read(Options, sys.argv[1:], __doc__)
+    options = configurator.read(options_class, sys.argv[1:], doc)
     recipe = RECIPES.get(options.source, {})
     arguments = dataclasses.asdict(options) | recipe | options.overrides
     if arguments["out"] is None:
@@ -507,12 +496,15 @@ def read():
     return arguments
 
 
-def main():
-    tokens = prepare(**read())
-    if tokens is None:
-        return
+def say(tokens):
+    """Print what a finished folder holds."""
     counts = (f"{s['tokens']:,} tokens of {s['documents']:,} documents" for s in tokens.meta["splits"].values())
     print(f"{tokens.folder}: {next(counts)} to train on, {next(counts)} for validation")
+
+
+def main():
+    tokens = prepare(**read(Options, __doc__))
+    say(tokens)
     if warning := count_warning(tokens.meta):
         print(warning, file=sys.stderr)
 

@@ -1,0 +1,250 @@
+"""data/tokens/cluster.py: what tasks of datatrove write, here, on Slurm and on Ray, against the documents one by one.
+
+Without datatrove (requirements-cluster.txt), Slurm or Ray their tests are skipped, with a line under -rs.
+"""
+
+import contextlib
+import copy
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import tokenizers
+from helpers import VOCAB, byte_level_bpe, documents, reference, rejected, run_python, write_jsonl
+from pyarrow import parquet
+
+from data.prepared import SPLITS, DataError, Tokens
+from data.tokenizer import Text
+from data.tokens import cluster, sources
+from data.tokens import prepare as any_tokens
+from data.writer import preparing
+
+pytest.importorskip("datatrove", reason="datatrove is not installed: pip install -r requirements-cluster.txt")
+TEXTS = [*documents(180), "", "\x00 zero", "<|endoftext|>", *documents(30)]
+UNITS = [TEXTS[i:i + 24] for i in range(0, len(TEXTS), 24)]  # of nine files
+HOLD = """
+import os, signal, sys
+def hold(event, args):
+    if event == "open" and os.environ["HOLD"] in str(args[0]) and not os.path.exists(os.environ["HELD"]):
+        with open(os.environ["HELD"], "w") as file:
+            file.write(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+sys.addaudithook(hold)
+"""
+
+
+@pytest.fixture
+def source(tmp_path):
+    """The arguments that say what to prepare: a data set of the hub, here in a folder, and a tokenizer made of it."""
+    (tmp_path / "hub").mkdir()
+    for i, texts in enumerate(UNITS):
+        write_jsonl(tmp_path / f"hub/train-{i}.jsonl", texts)
+    byte_level_bpe(tmp_path, TEXTS)
+    return [tmp_path / "hub", f"--tokenizer=hf:{tmp_path}", "--val_fraction=0.2"]
+
+
+def holding(tmp_path, name):
+    """The environment in which the first process to open a file of that name stops there, and the file of its pid."""
+    (tmp_path / "site").mkdir(exist_ok=True)
+    (tmp_path / "site/sitecustomize.py").write_text(HOLD)
+    held = tmp_path / f"held-{name.split('/')[-1]}"
+    return {"PYTHONPATH": str(tmp_path / "site"), "HOLD": name, "HELD": str(held), "HF_HUB_OFFLINE": "1"}, held
+
+
+def until(condition, process=None, seconds=300):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end and (process is None or process.poll() is None), process and process.said()
+        time.sleep(0.1)
+
+
+def check(folder, source):
+    """The tokens are those of the documents one by one."""
+    text, tokens = Text(source[1].removeprefix("--tokenizer=")), Tokens(folder)
+    tokens.verify()
+    assert {split: getattr(tokens, split)[:].tolist() for split in SPLITS} == reference(UNITS, text)
+    assert sum(entry["bytes"] for entry in tokens.meta["splits"].values()) == sum(len(t.encode()) for t in TEXTS)
+
+
+def test_four_tasks_at_once_and_one_killed_twice(start, tmp_path, source):
+    """Held still with its tokens written and not their index, and then with one shard of two; then it may end."""
+    out = tmp_path / "out"
+    command = [sys.executable, "data/tokens/cluster.py", *source, "--tasks=4", "--workers=4", "--out", out]
+    for name in ("tokens/00002_unshuffled.ds.index", "task-00002/val.bin.tmp"):
+        environment, held = holding(tmp_path, name)
+        process = start(command, **environment)
+        until(held.exists, process)
+        until(lambda: all((out / f"task-0000{rank}/shard.json").exists() for rank in (0, 1, 3)), process)
+        again = run_python(*command[1:])
+        assert again.returncode == 2 and "another process is preparing" in again.stderr
+        os.kill(int(held.read_text()), signal.SIGKILL)
+        assert process.wait(100) == 2 and not (out / "meta.json").exists()
+        assert process.said().split("\n")[-2] == "cluster.py: error: 1 of 4 tasks did not end, the first of them " \
+            "task 2 (it was killed): rerun this command to resume"
+        stamps = [(out / f"task-0000{rank}/train.bin").stat().st_mtime_ns for rank in (0, 1, 3)]
+    done = run_python(*command[1:])
+    assert done.returncode == 0 and "documents to train on" in done.stdout, done.stderr
+    assert stamps == [(out / f"task-0000{rank}/train.bin").stat().st_mtime_ns for rank in (0, 1, 3)]
+    check(out, source)
+    (out / "task-00001/train.bin").write_bytes(b"")  # the disk lost it
+    assert run_python(*command[1:]).returncode == 0
+    check(out, source)
+
+
+DEADLY = """
+import signal, sys
+from data.tokens import cluster
+class Deadly:  # to the process that reads it from a pickle
+    def __reduce__(self):
+        return signal.raise_signal, (signal.SIGKILL,)
+cluster.run_locally(1, pipeline=[Deadly(), bytes(1 << 24)], tasks=1, logging_dir=sys.argv[1])
+"""
+
+
+def test_a_task_killed_before_it_has_read_what_to_do(tmp_path):
+    """The rest, megabytes like a vocabulary, is more than a pipe holds: nobody may wait for it to be read."""
+    done = run_python("-c", DEADLY, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Tasks run here, one by one, the last first: a process for each would only cost seconds. Every file is a unit."""
+    from datatrove.executor import LocalPipelineExecutor
+
+    def run_locally(workers, **how):
+        for rank in reversed(LocalPipelineExecutor(**how).get_incomplete_ranks()):
+            with contextlib.suppress(DataError):
+                LocalPipelineExecutor(**copy.deepcopy(how))._run_for_rank(rank)
+
+    monkeypatch.setattr(cluster, "run_locally", run_locally)
+    monkeypatch.setattr(sources, "UNIT_BYTES", 1)
+
+
+@pytest.mark.parametrize("tokenizer, tasks", [("gpt2", 3), ("large", 100), ("chars", 2)])
+def test_any_tokenizer_files_and_number_of_tasks(in_this_process, tmp_path, tokenizer, tasks):
+    """As prepare.py's; a file without documents, texts that are empty or name the end of text, ids above 65,535."""
+    (tmp_path / "files").mkdir()
+    for name, texts in (("a.jsonl", TEXTS[:60]), ("b.jsonl.gz", []), ("c.jsonl.zst", TEXTS[60:])):
+        write_jsonl(tmp_path / "files" / name, texts)
+    parquet.write_table(pa.table({"text": [None, *TEXTS]}), tmp_path / "files/e.parquet")
+    if tokenizer == "large":
+        byte_level_bpe(tmp_path, TEXTS)
+        path = tmp_path / "tokenizer.json"
+        large = tokenizers.Tokenizer.from_file(str(path))
+        large.add_tokens([f"word {i}" for i in range(70_000)])
+        large.save(str(path))
+    how = {"files": [tmp_path / "files"], "tokenizer": f"hf:{tmp_path}" if tokenizer == "large" else tokenizer,
+           "vocab": VOCAB if tokenizer == "gpt2" else None, "val_fraction": 0.2}
+    made, plain = cluster.prepare(tmp_path / "a", tasks=tasks, **how), any_tokens.prepare(tmp_path / "b", **how)
+    for split in SPLITS:
+        assert np.array_equal(getattr(made, split)[:], getattr(plain, split)[:])
+        of_made, of_plain = made.meta["splits"][split], plain.meta["splits"][split]
+        assert 1 <= len(of_made["shards"]) <= min(tasks, 4)
+        for key in ("tokens", "bytes", "documents", "max_token"):
+            assert of_made[key] == of_plain[key]
+    assert made.train.dtype == plain.train.dtype == (np.uint32 if tokenizer == "large" else np.uint16)
+    assert made.bytes_per_token == plain.bytes_per_token
+
+
+def test_the_split_of_the_source(in_this_process, tmp_path):
+    (tmp_path / "hub").mkdir()
+    for name, start, stop in (("train-0", 0, 40), ("train-1", 40, 70), ("validation-0", 70, 90)):
+        write_jsonl(tmp_path / f"hub/{name}.jsonl", TEXTS[start:stop])
+    tokens = cluster.prepare(tmp_path / "out", source=str(tmp_path / "hub"), tokenizer="bytes", tasks=2)
+    for split, texts in (("train", TEXTS[:70]), ("val", TEXTS[70:90])):
+        assert bytes(getattr(tokens, split)[:].tolist()) == b"".join(t.encode() + b"\0" for t in texts)
+
+
+def test_what_it_refuses(in_this_process, tmp_path, monkeypatch):
+    source = [write_jsonl(tmp_path / name, TEXTS) for name in ("a.jsonl", "b.jsonl")]
+    prepare = lambda **changes: cluster.prepare(**{
+        "out": tmp_path / "out", "files": source, "tokenizer": "bytes", "val_fraction": 0.2, **changes})
+    (tmp_path / "c.txt").write_text("text " * 9)
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": ')
+    for changes, *words in (({"shuffle": 2357}, "one process"),
+                            ({"files": [tmp_path / "c.txt"]}, "c.txt"),
+                            ({"files": [source[0], tmp_path / "bad.jsonl"]}, "1 of 2 tasks", "first of them task 1",
+                             "bad.jsonl cannot be read"), ({"val_fraction": 1e-9}, "hold out 0"),
+                            ({"cluster": "slurm"}, "the partition and the time"),
+                            ({"cluster": "slurm", "out": tmp_path / "a;b"}, "a;b: choose a path"),
+                            ({"cluster": "slurm", "out": tmp_path / "a b"}, "a b: choose a path"),
+                            ({"cluster": "slurm", "cluster_args": "partition=a,time=9"}, "no sbatch here"),
+                            ({"cluster": "ray", "cluster_args": "num_cpus=x"}, "Ray does not take", "'x'")):
+        with monkeypatch.context() as patch:
+            patch.setenv("PATH", "/nowhere")
+            rejected(lambda: prepare(force=True, **changes), *words)  # noqa: B023
+    shutil.rmtree(tmp_path / "out")
+    with preparing(tmp_path / "out/task-00001"):  # by a job on a node that Slurm believes lost, say
+        rejected(prepare, "1 of 2 tasks", "another process is preparing")
+    splits = prepare().meta["splits"]
+    rejected(lambda: prepare(tasks=1), "other inputs", "--force")
+    shard = tmp_path / "out/task-00001/shard.json"
+    for damage in ('"bytes": ', '"bytes": 1'), ('"inputs": "', '"inputs": "0'):
+        (tmp_path / "out/meta.json").unlink()
+        shard.write_text(shard.read_text().replace(*damage, 1))
+        assert prepare().meta["splits"] == splits
+    for name in "meta.json", "plan.json":  # killed within --force, say
+        (tmp_path / "out" / name).unlink()
+    assert prepare(val_fraction=0.3).meta["splits"] == prepare(force=True, val_fraction=0.3).meta["splits"] != splits
+
+
+def slurm(*command):
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+@pytest.mark.skipif(not shutil.which("sinfo") or not slurm("sinfo", "-h", "-o", "%R"), reason="no Slurm here")
+def test_slurm_with_a_task_cancelled_and_then_requeued(tmp_path, source):
+    out, partition = tmp_path / "out", slurm("sinfo", "-h", "-o", "%R").split()[0]
+    command = ["data/tokens/cluster.py", *source, "--tasks=4", "--out", out, "--cluster=slurm"]
+    options, job = f"--cluster_args=partition={partition},time=10,mem-per-cpu=1", None
+    for name, n in (("tokens/00002_unshuffled.ds.index", 4), ("task-00002/val.bin.tmp", 1)):
+        environment, held = holding(tmp_path, name)
+        said = run_python(*command, options, **environment)
+        assert said.returncode == 0 and f"{n} of 4 tasks submitted as job" in said.stdout, said
+        assert n == 4 or f"1 of 4 tasks did not end, the first of them task 2 (it was killed) in job {job}: see " \
+            f"{out}/datatrove/slurm_logs\n" in said.stdout
+        job = (out / "datatrove/job").read_text()
+        until(held.exists)
+        until(lambda: slurm("squeue", "-h", "-r", "-j", job).count("\n") == 0)  # noqa: B023
+        assert f"3 of 4 tasks have ended; job {job} has the others" in run_python(*command, options).stdout
+        if n == 4:
+            slurm("scancel", job)
+            until(lambda: not slurm("squeue", "-h", "-j", job))  # noqa: B023
+    assert not (out / "meta.json").exists()
+    subprocess.run(["scontrol", "requeue", f"{job}_0"], check=True)
+    until((out / "meta.json").exists)
+    check(out, source)
+    wrong = run_python(*command, "--force", "--cluster_args=partition=none,time=10")
+    assert wrong.returncode == 2 and wrong.stderr.split("\n")[-2] == (
+        "cluster.py: error: sbatch refused the job, see its line above: change --cluster_args")
+
+
+def test_ray_with_a_node_removed(tmp_path, source, start, monkeypatch):
+    """The node of a task that is held still goes away; the task begins again on the other."""
+    pytest.importorskip("ray", reason="ray is not installed: pip install -r requirements-cluster.txt")
+    from ray.cluster_utils import Cluster
+
+    environment, held = holding(tmp_path, "task-00002/val.bin.tmp")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)  # the nodes' processes inherit it
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        first, out = nodes.add_node(num_cpus=1), tmp_path / "out"
+        process = start([sys.executable, "data/tokens/cluster.py", *source, "--tasks=4", "--out", out, "--cluster=ray",
+                         f"--cluster_args=address={nodes.address},memory=0"])
+        until(held.exists, process)
+        nodes.add_node(num_cpus=1)
+        os.kill(int(held.read_text()), signal.SIGKILL)
+        nodes.remove_node(first)
+        assert process.wait(300) == 0, process.said()
+        check(out, source)
+    finally:
+        nodes.shutdown()
