@@ -172,11 +172,6 @@ def canonical(tokenizer):
     return {"chars": "char", "tiktoken:gpt2": "gpt2"}.get(tokenizer, tokenizer)
 
 
-def identified(tokenizer):
-    """The name as given, and for hf:, where a file may change under the same name, the sha256 of its tokenizer.json."""
-    return f"{tokenizer} {Text(tokenizer).table_sha256}" if tokenizer.startswith("hf:") else tokenizer
-
-
 class Text:
     """A tokenizer: encodes text and decodes one token at a time. Raises ConfigError, or DataError.
 

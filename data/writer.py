@@ -101,12 +101,6 @@ def finish(folder, meta):
         raise
 
 
-def warn_single_document(split, n_documents, n_tokens, way_out):
-    """Print a warning if a split is a single document, whose loss would not represent the data."""
-    if n_documents == 1:
-        print(f"WARNING: {split}.bin is a single document of {n_tokens:,} tokens: {way_out}", file=sys.stderr)
-
-
 def finished(folder, inputs):
     """The Tokens of a folder that is already prepared from the same inputs (meta["inputs"]), or None."""
     try:

@@ -308,7 +308,7 @@ data/adopt.py a --bytes_per_token=nan            bytes_per_token=nan: expected a
 data/adopt.py a --bytes_per_token=0              bytes_per_token 0.0 must be above 0
 data/pystdlib/prepare.py --val_fraction=1        val_fraction 1.0 must be below 1
 data/pystdlib/prepare.py --documents=page        expected one of file, package
-data/shakespeare_char/prepare.py --any-txt       unknown key '--any_txt': did you mean '--any_text'?
+data/shakespeare_char/prepare.py --fil=a         unknown key '--fil': did you mean '--file'?
 data/shakespeare_char/prepare.py --file          --file needs a value
 data/tokens/prepare.py --val_fraction=0          val_fraction 0.0 must be above 0
 data/tokens/prepare.py --shuffle -1              shuffle -1 must be at least 0

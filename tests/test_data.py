@@ -355,7 +355,7 @@ def test_pystdlib_keeps_one_big_file_from_being_the_validation_set(library, tmp_
 @pytest.mark.parametrize("how, words", [
     ({"val_fraction": 1e-6}, "1e-06"), ({"stdlib": "/no/where"}, "no source files"),
     ({"documents": "package", "tokenizer": "bpe:300"}, "counts bytes"), ({"tokenizer": "bpe:257"}, "258 .. 65536"),
-    ({"tokenizer": "bpe:65537"}, "258 .. 65536")])
+    ({"tokenizer": "bpe:65537"}, "258 .. 65536"), ({"tokenizer": "chars"}, "bytes or bpe:N here")])
 def test_what_pystdlib_refuses(library, tmp_path, how, words):
     rejected(lambda: pystdlib.prepare(tmp_path / "x", **{"stdlib": library, "val_fraction": 0.1, **how}), words)
     assert not (tmp_path / "x/meta.json").exists()
@@ -381,17 +381,6 @@ def test_pystdlib_as_tokens_learned_from_its_training_files(library, tmp_path):
             path.write_text(path.read_text().replace(" = ", " @ "))
     other, _ = prepare("b")
     assert other.meta["table"] == tokens.meta["table"] and other.sha256["val"] != tokens.sha256["val"]
-
-
-def test_another_tokenizer_under_the_same_name_prepares_anew(library, tmp_path):
-    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 99)
-    for texts in ["x"], ["that is the question " * 9]:
-        byte_level_bpe(tmp_path, texts)
-        kind = f"hf:{tmp_path}"
-        for new in (True, False):
-            of_text = shakespeare.prepare(tmp_path / "s", tmp_path / "text.txt", any_text=True, tokenizer=kind)
-            of_library = pystdlib.prepare(tmp_path / "p", stdlib=library, val_fraction=0.2, tokenizer=kind)
-            assert of_text[1] == of_library[1] == new
 
 
 @pytest.fixture
@@ -502,41 +491,26 @@ def test_what_is_not_adopted(tmp_path, train, dtype, how, words):
 
 # ---- shakespeare_char
 
-def test_shakespeare_from_a_local_text(tmp_path):
-    text = "Straße 🙂 über\n" * 30
-    (tmp_path / "play.txt").write_text(text, encoding="utf-8")
-    prepare = functools.partial(shakespeare.prepare, file=tmp_path / "play.txt", any_text=True)
-    tokens, new = prepare(tmp_path / "out")
-    table, cut = tokens.meta["table"], int(0.9 * len(text))
-    assert new and table == "".join(sorted(set(text))) and tokens.vocab_size == len(table)
-    assert "".join(table[i] for i in tokens.train) == text[:cut] and "".join(table[i] for i in tokens.val) == text[cut:]
-    val_bytes = len(text[cut:].encode())
-    assert tokens.bytes_per_token == {"train": len(text[:cut].encode()) / cut, "val": val_bytes / (len(text) - cut)}
-    assert not prepare(tmp_path / "out")[1]
-    assert len(prepare(tmp_path / "bytes", tokenizer="bytes")[0].val) == val_bytes
-
-
-def test_shakespeare_is_downloaded_once_and_checked(tmp_path, monkeypatch):
-    prepare = functools.partial(shakespeare.prepare, tmp_path / "out")
+def test_shakespeare(tmp_path, monkeypatch):
+    """Of a text that is known by its sha256, downloaded once."""
+    text = "To be, or not to be, that is the question\n" * 9
     monkeypatch.setattr(shakespeare, "download", lambda: b"<html>not found</html>")
-    rejected(prepare, "not Tiny Shakespeare")
-    assert not (tmp_path / "out/input.txt").exists() and not (tmp_path / "out/meta.json").exists()
-    monkeypatch.setattr(shakespeare, "download", lambda: b"To be, or not to be, that is the question\n" * 9)
-    monkeypatch.setattr(shakespeare, "check", lambda content, where: None)
-    assert prepare()[1]
-    monkeypatch.setattr(shakespeare, "download", lambda: 1 / 0)  # the download is kept
-    assert not prepare()[1] and prepare(force=True)[1]
+    rejected(lambda: shakespeare.prepare(tmp_path / "out"), "not Tiny Shakespeare", "data/tokens/prepare.py")
+    assert not (tmp_path / "out/meta.json").exists()
+    monkeypatch.setattr(shakespeare, "SHA256", hashlib.sha256(text.encode()).hexdigest())
+    monkeypatch.setattr(shakespeare, "download", text.encode)
+    tokens = shakespeare.prepare(tmp_path / "out")
+    table = tokens.meta["table"]
+    assert table == "".join(sorted(set(text))) and tokens.vocab_size == len(table) and tokens.bytes_per_token == 1
+    decoded = ["".join(table[i] for i in split) for split in (tokens.train, tokens.val)]
+    assert decoded == [text[:int(0.9 * len(text))], text[int(0.9 * len(text)):]]
+    monkeypatch.setattr(shakespeare, "download", lambda: 1 / 0)
+    assert shakespeare.prepare(tmp_path / "out").sha256 == tokens.sha256
+    (tmp_path / "input.txt").write_text(text)
+    assert shakespeare.prepare(tmp_path / "own", tmp_path / "input.txt").sha256 == tokens.sha256
 
 
-@pytest.mark.parametrize("how, words", [
-    ({"file": "latin.txt"}, "not Tiny Shakespeare"), ({"file": "no.txt"}, "No such file"),
-    ({"any_text": True}, "--any_text needs --file"), ({"file": "latin.txt", "any_text": True}, "byte 3 is not utf-8"),
-    ({"file": "one.txt", "any_text": True}, "too few")])
-def test_what_shakespeare_refuses(tmp_path, monkeypatch, how, words):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9" * 10)
-    (tmp_path / "one.txt").write_text("a")
-    rejected(lambda: shakespeare.prepare(tmp_path / "out", **how), words)
+def test_no_network_for_shakespeare():
     rejected(lambda: shakespeare.download("http://127.0.0.1:9/input.txt"), "cannot download", "--file")
 
 
@@ -641,7 +615,7 @@ def test_characters_and_a_single_document(small_units, tmp_path, prepare, capsys
     tokens = prepare(files=[source], tokenizer="chars", shuffle=2357)
     assert tokens.meta["table"] == "\0abcerü" and tokens.vocab_size == 7
     assert sum((part[:] == 0).sum() for part in (tokens.train, tokens.val)) == 4
-    assert "val.bin is a single document" in capsys.readouterr().err
+    assert "val is a single document" in capsys.readouterr().err
 
 
 # ---- data/tokens: what people bring
@@ -791,6 +765,8 @@ def test_tokenizers_of_other_people(tmp_path, capsys):
     ids = [*tokens.train[:].tolist(), *tokens.val[:].tolist()]
     assert ids == [*again.encode_ordinary("To be, or not to be"), again.eot_token] * 40  # no dropout
     assert tokens.bytes_per_token["val"] > 1
+    metaspace(tmp_path, lower=True)  # another under the same name
+    rejected(lambda: prepare("a", tokenizer=kind, end_of_text="<|bos|>"), "from other inputs")
     (tmp_path / "lossy").mkdir()
     tokens = prepare("b", tokenizer=metaspace(tmp_path / "lossy", lower=True), end_of_text="[EOS]")
     assert tokens.bytes_per_token is None and "does not give val back" in capsys.readouterr().err

@@ -4,9 +4,8 @@ It holds every .py file in the standard library's folder, except site-packages a
 (vocabulary 256), and a zero byte ends each file. Nothing is downloaded. The size is about 31 MB with a Python from
 python.org, pyenv, uv, conda or Homebrew, and 11 MB with Debian's, which lacks the library's tests.
 
---tokenizer chooses another tokenizer (data/tokenizer.py); bpe:2048 learns 2,048 tokens from the training files, three
-bytes long on average (data/pystdlib_bpe/prepare.py). Files that are not UTF-8 are then skipped, and the vocabulary's
-end-of-text token (for characters the zero) ends each file.
+--tokenizer=bpe:2048 learns 2,048 tokens from the training files, three bytes long on average
+(data/pystdlib_bpe/prepare.py). Files that are not UTF-8 are then skipped, and <|endoftext|> ends each file.
 
 The split is by file. Files are shuffled by sorting them by sha256(relative path); the first ones are the validation
 set, until it holds --val_fraction of the bytes. So the split does not depend on the machine, and no content is in both
@@ -43,9 +42,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
 import configurator
 from configurator import Share
-from data.prepared import SPLITS, DataError, file_sha256
-from data.tokenizer import Text, canonical, identified, learn_bpe
-from data.writer import finish, finished, preparing, run, warn_single_document, write_split
+from data.prepared import SPLITS, DataError
+from data.tokenizer import Text, learn_bpe
+from data.writer import finish, finished, preparing, run, write_split
 
 RECIPE = 1  # to be raised when the same files would give other tokens
 SEPARATOR = b"\0"  # ends each file; files that contain it are skipped as binary
@@ -57,9 +56,7 @@ NEVER_ENTERED = {"site-packages", "dist-packages", "__pycache__"}
 
 class File(NamedTuple):
     name: str  # its path below the library, with slashes
-    path: Path
-    size: int  # bytes
-    sha256: str
+    content: bytes
 
 
 class Document(NamedTuple):
@@ -72,41 +69,24 @@ class Document(NamedTuple):
 
 
 def collect(stdlib, text_only):
-    """List the files of the corpus: readable text, every content once.
+    """Read the corpus: text, every content once.
 
     Returns: [File, ...] sorted by name, and the number of files skipped: unreadable, empty, binary, with the same
     content as an earlier one, a link that leads out of the library, or, with text_only, not UTF-8.
     """
-    paths, skipped = source_files(stdlib)
-    files = []
-    seen = set()
-    for path in paths:
-        content = content_of(path, text_only)
-        digest = hashlib.sha256(content).hexdigest()
-        if not content or SEPARATOR in content or digest in seen:
-            skipped += 1
-            continue
-        seen.add(digest)
-        files.append(File(path.relative_to(stdlib).as_posix(), path, len(content), digest))
-    return files, skipped
-
-
-def source_files(root):
-    """The .py files below root, sorted, and how many are left out: linked folders, links that lead outside, unreadable
-    folders."""
-    files = []
-    left_out = []
-    for folder, subfolders, names in os.walk(root, onerror=left_out.append):
-        left_out += [name for name in subfolders if Path(folder, name).is_symlink()]
+    paths = []
+    for folder, subfolders, names in os.walk(stdlib):
         subfolders[:] = [name for name in subfolders if name not in NEVER_ENTERED]
-        for path in (Path(folder, name) for name in names):
-            if path.suffix == ".py":
-                inside = path.is_file() and path.resolve().is_relative_to(root.resolve())
-                (files if inside else left_out).append(path)
-    return sorted(files, key=lambda path: path.relative_to(root).as_posix()), len(left_out)
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    files = {}  # {content: File}
+    for path in sorted(paths, key=lambda path: path.relative_to(stdlib).as_posix()):
+        content = content_of(path, text_only) if path.resolve().is_relative_to(stdlib.resolve()) else b""
+        if content and SEPARATOR not in content:
+            files.setdefault(content, File(path.relative_to(stdlib).as_posix(), content))
+    return [*files.values()], len(paths) - len(files)
 
 
-def content_of(path, text_only=False):
+def content_of(path, text_only):
     """The bytes of a file; none if it cannot be read, or with text_only is not UTF-8."""
     try:
         content = path.read_bytes()
@@ -125,13 +105,13 @@ def join_packages(files):
     sizes = {}  # bytes in each folder, subfolders included
     for file in files:
         for folder in folders_above(file.name):
-            sizes[folder] = sizes.get(folder, 0) + file.size + len(SEPARATOR)
+            sizes[folder] = sizes.get(folder, 0) + len(file.content + SEPARATOR)
     members = {}
-    for file in sorted(files):
+    for file in files:
         packages = [folder for folder in folders_above(file.name) if sizes[folder] <= SHELF_BYTES]
         name = packages[0] if packages else file.name
         members.setdefault(name, []).append(file)
-    return [Document(name, of, sum(file.size + len(SEPARATOR) for file in of)) for name, of in members.items()]
+    return [Document(name, of, sum(len(file.content + SEPARATOR) for file in of)) for name, of in members.items()]
 
 
 def folders_above(name):
@@ -140,63 +120,41 @@ def folders_above(name):
     return ["/".join(parts[:depth]) + "/" for depth in range(1, len(parts))]
 
 
-def split_by_name(documents, val_fraction, shortest=0):
+def split_by_name(documents, val_fraction, shortest):
     """Deterministic shuffle and split; see the top of the file.
 
     Args: shortest: hold out no document with fewer bytes.
-    Returns: the lists train, val, in shuffled order. Raises: DataError if one of them would be empty.
+    Returns: {split: its documents, in shuffled order}. Raises: DataError if a split would be empty.
     """
-    place = lambda document: hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
     total = sum(document.size for document in documents)
     wanted = val_fraction * total
     train = []
     val = []
     held = 0
-    for document in sorted(documents, key=place):
+    for document in sorted(documents, key=lambda document: hashlib.sha256(os.fsencode(document.name)).digest()):
         if held < wanted and shortest <= document.size <= wanted / 4:
             val.append(document)
             held += document.size
         else:
             train.append(document)
     if not val or not train:
-        unit = f"documents (held out only if at least {shortest:,} bytes long)" if shortest else "files"
         raise DataError(
-            f"{len(documents)} {unit} with {total:,} bytes do not give a train and a validation set at --val_fraction "
-            f"{val_fraction:g}: choose another fraction"
+            f"{len(documents)} documents with {total:,} bytes (held out only if at least {shortest:,} bytes long) do "
+            f"not give a train and a validation set at --val_fraction {val_fraction:g}: choose another fraction"
         )
-    return train, val
+    return {"train": train, "val": val}
 
 
 # --------------------------------------------------------------------------------------------------------- their tokens
 
 
-def contents(files):
-    """Yields each file's bytes. Raises DataError if a file has changed."""
-    for file in files:
-        content = content_of(file.path)
-        if hashlib.sha256(content).hexdigest() != file.sha256:
-            raise DataError(f"{file.name} changed during the preparation: run the same command again")
-        yield content
-
-
 def tokenized(files, text):
     """Yields each file's tokens and an end-of-text token as (tokens,) arrays."""
-    for content in contents(files):
+    for file in files:
         if text.kind == "bytes":
-            yield np.frombuffer(content + SEPARATOR, dtype=np.uint8)
+            yield np.frombuffer(file.content + SEPARATOR, dtype=np.uint8)
         else:
-            yield np.array([*text.encode_ordinary(content.decode()), text.eot_token], dtype=np.uint32)
-
-
-def learned_table(tokenizer, files, train):
-    """What a tokenizer that is made from the text consists of: characters of all files, pairs of the training files."""
-    kind, _, number = canonical(tokenizer).partition(":")
-    if kind == "char":
-        characters = {"\0"}.union(*(content.decode() for content in contents(files)))
-        return "".join(sorted(characters))
-    if kind == "bpe":
-        return learn_bpe((content.decode() for content in contents(train)), number)
-    return None
+            yield np.array([*text.encode_ordinary(file.content.decode()), text.eot_token], dtype=np.uint32)
 
 
 def xz9_bits_per_byte(files):
@@ -205,15 +163,8 @@ def xz9_bits_per_byte(files):
         import lzma
     except ImportError:
         return None
-    squeezer = lzma.LZMACompressor(preset=9)
-    n_in = 0
-    n_out = 0
-    for content in contents(files):
-        piece = content + SEPARATOR
-        n_in += len(piece)
-        n_out += len(squeezer.compress(piece))
-    n_out += len(squeezer.flush())
-    return 8 * n_out / n_in
+    whole = b"".join(file.content + SEPARATOR for file in files)
+    return 8 * len(lzma.compress(whole, preset=9)) / len(whole)
 
 
 def identity(files, val_fraction, documents, tokenizer):
@@ -221,20 +172,23 @@ def identity(files, val_fraction, documents, tokenizer):
     listing = f"recipe {RECIPE}, val_fraction {val_fraction!r}"
     listing += ", packages\n" if documents == "package" else "\n"
     if tokenizer != "bytes":
-        listing += f"{identified(tokenizer)}\n"
-    listing += "".join(f"{file.sha256} {file.name}\n" for file in files)
-    return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
+        listing += f"{tokenizer}\n"
+    listing += "".join(f"{hashlib.sha256(file.content).hexdigest()} {file.name}\n" for file in files)
+    return hashlib.sha256(os.fsencode(listing)).hexdigest()
 
 
-def prepare(out, val_fraction=None, force=False, stdlib=None, documents="file", tokenizer="bytes", vocab=None):
+def prepare(out, val_fraction=None, force=False, stdlib=None, documents="file", tokenizer="bytes"):
     """Write the dataset to `out`, unless it is already there. Returns (Tokens, True if anything was written).
 
     Args: val_fraction: of the bytes (None: VAL_FRACTION); stdlib: the standard library's folder (default: the running
-    interpreter's); documents: 'file' or 'package'; tokenizer, vocab: see data/tokenizer.py.
+    interpreter's); documents: 'file' or 'package'; tokenizer: 'bytes' or 'bpe:N'.
     Raises: DataError.
     """
     if val_fraction is None:
         val_fraction = VAL_FRACTION[documents]
+    if tokenizer != "bytes" and not tokenizer.startswith("bpe:"):
+        raise DataError(f"--tokenizer={tokenizer}: choose bytes or bpe:N here; data/tokens/prepare.py --files "
+                        "--endings=.py takes others")
     if tokenizer != "bytes" and documents == "package":
         raise DataError(f"--documents=package counts bytes: drop --tokenizer {tokenizer}")
     stdlib = Path(stdlib or sysconfig.get_paths()["stdlib"])
@@ -251,36 +205,35 @@ def prepare(out, val_fraction=None, force=False, stdlib=None, documents="file", 
             "val_fraction": val_fraction,
             "files": len(files),
             "files_skipped": skipped,
-            "separator": "a zero byte ends each file",
-            "prepare_sha256": file_sha256(__file__),
         }
-        return write(folder, files, recipe, documents, tokenizer, vocab, inputs), True
+        return write(folder, files, recipe, documents, tokenizer, inputs), True
 
 
-def write(folder, files, recipe, documents, tokenizer, vocab, inputs):
+def write(folder, files, recipe, documents, tokenizer, inputs):
     """Split the files, write their tokens and meta.json. Returns Tokens."""
-    val_fraction = recipe["val_fraction"]
     if documents == "package":
-        parts = split_by_name(join_packages(files), val_fraction, LONG + 1)
+        whole = join_packages(files)
+        shortest = LONG + 1
     else:
-        parts = split_by_name([Document(file.name, [file], file.size) for file in files], val_fraction)
-    parts = dict(zip(SPLITS, parts, strict=True))
-    members = {split: [file for document in part for file in document.files] for split, part in parts.items()}
-    text = Text(tokenizer, learned_table(tokenizer, files, members["train"]), vocab)
+        whole = [Document(file.name, [file], len(file.content)) for file in files]
+        shortest = 0
+    parts = split_by_name(whole, recipe["val_fraction"], shortest)
+    members = {split: [file for document in parts[split] for file in document.files] for split in SPLITS}
+    table = None
+    if tokenizer != "bytes":
+        table = learn_bpe((file.content.decode() for file in members["train"]), tokenizer.removeprefix("bpe:"))
+    text = Text(tokenizer, table)
     splits = {}
     for split in SPLITS:
         splits[split] = write_split(folder / f"{split}.bin", tokenized(members[split], text), text.n_vocab)
-        splits[split]["bytes"] = sum(file.size + len(SEPARATOR) for file in members[split])
+        splits[split]["bytes"] = sum(len(file.content + SEPARATOR) for file in members[split])
         splits[split]["files"] = len(members[split])
-        change = "raise" if split == "val" else "lower"
-        way_out = f"{change} --val_fraction (now {val_fraction:g})"
-        warn_single_document(split, len(parts[split]), splits[split]["tokens"], way_out)
     meta = {
         "dataset": "pystdlib",
         "vocab_size": text.n_vocab,
         "end_of_text": text.eot_token,
         "tokenizer": text.name,
-        "table": text.table or None,
+        "table": text.table,
         "bytes_per_token": 1 if tokenizer == "bytes" else None,
         "splits": splits,
         "xz9_bits_per_byte": xz9_bits_per_byte(members["val"]),
@@ -289,7 +242,6 @@ def write(folder, files, recipe, documents, tokenizer, vocab, inputs):
         "inputs": inputs,
     }
     if documents == "package":
-        recipe["documents"] = f"packages: whole folders of at most {SHELF_BYTES} bytes, and single files"
         meta["documents"] = {"val": places(parts["val"])}
     return finish(folder, meta)
 
@@ -307,8 +259,7 @@ def places(documents):
 @dataclass
 class Options:
     documents: Literal["file", "package"] = "file"  # what a document is
-    tokenizer: str = "bytes"  # bytes, chars, bpe:N (learned from the training files), tiktoken:NAME, hf:NAME, hf:FOLDER
-    vocab: str = None  # folder with a tiktoken encoding's files, to need no network
+    tokenizer: str = "bytes"  # bytes, or bpe:N: so many tokens learned from the training files
     val_fraction: Share = None  # share of bytes to hold out; not given: 0.02, of packages 0.05
     out: Path = Path(__file__).parent  # folder to write
     force: bool = False  # prepare again even if it is already prepared
@@ -317,11 +268,6 @@ class Options:
 def main():
     options = configurator.read(Options, sys.argv[1:], __doc__)
     tokens, new = prepare(**dataclasses.asdict(options))
-    say(tokens, new)
-
-
-def say(tokens, new):
-    """Print what a finished folder holds."""
     meta = tokens.meta
     recipe = meta["recipe"]
     unit = "bytes" if meta["tokenizer"] == "bytes" else f"tokens ({meta['tokenizer']})"

@@ -54,7 +54,7 @@ from data.tokens.sources import (
     shuffled_units,
     stamps,
 )
-from data.writer import finish, finished, preparing, run, token_dtype, warn_single_document, write_sealed, write_split
+from data.writer import finish, finished, preparing, run, token_dtype, write_sealed, write_split
 from runtime.records import BadRecord, fields
 
 MISTRAL = "hf:mistralai/Mistral-7B-v0.1"
@@ -293,9 +293,9 @@ def finish_shards(folder, shards, meta):
             "sha256": shards_sha256([entry["sha256"] for entry in entries]),
             "shards": [{key: entry[key] for key in ("file", "tokens", "sha256")} for entry in entries],
         }
-        if not meta["recipe"]["held_out_from"]:
-            warn_single_document(split, counts["documents"], counts["tokens"],
-                                 "choose another --val_fraction, or add documents")
+        if counts["documents"] == 1 and not meta["recipe"]["held_out_from"]:
+            print(f"WARNING: {split} is a single document of {counts['tokens']:,} tokens: choose another "
+                  "--val_fraction, or add documents", file=sys.stderr)
         if counts["bytes"] is None:
             print(f"{meta['tokenizer']} does not give {split} back (lower case, or characters it does not know): no "
                   "bits per byte", file=sys.stderr)
