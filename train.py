@@ -66,7 +66,6 @@ class TrainConfig(ModelConfig):
     vocab_size: Whole = 0  # 0: the dataset's, rounded up to a multiple of 64
     batch_tokens: Count = 524288  # tokens per optimiser step, over all processes and micro-batches
     micro_batch_size: Count = 8  # sequences per micro-batch on each process: as many as fit in memory
-    auto_micro_batch: bool = False  # at the start, halve micro_batch_size until it fits in memory on every process
     # --- optimiser
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the layers' matrices, AdamW for the rest
     max_iters: Count = 4800  # optimiser steps

@@ -24,6 +24,7 @@ class Evaluate:
     def __init__(self, config, data):
         self.config, self.data = config, data
         block_size = config.eval_block_size or config.block_size
+        self.batch_tokens = max(config.micro_batch_size * config.block_size, BATCH_TOKENS)
         self.windows = eval_windows(len(data.tokens.val), block_size, config.eval_tokens)
         self.final_windows = eval_windows(len(data.tokens.val), block_size, config.final_eval_tokens)
         if config.eval_tasks_interval:  # load now: a mistake would otherwise end the run at the first evaluation
@@ -58,7 +59,7 @@ class Evaluate:
         model.eval()
         rank, world, device = distributed.rank(), distributed.world_size(), next(model.parameters()).device
         total = torch.zeros(len(parts), 2, dtype=torch.float64)  # nats, tokens
-        batch_size = max(1, self.batch_tokens() // int(parts[0][0, 1]))
+        batch_size = max(1, self.batch_tokens // int(parts[0][0, 1]))
         for i, windows in enumerate(parts):
             batches = self.data.eval_batches(windows, rank, world, batch_size)
             for x, y, counts in distributed.in_step(batches, device, sharded=self.config.parallel != "ddp"):
@@ -73,15 +74,12 @@ class Evaluate:
         nats, tokens = total.sum(0).tolist()
         return nats / tokens, (total[:, 0] / total[:, 1]).tolist(), total[:, 1].int().tolist()
 
-    def batch_tokens(self):
-        return max(self.config.micro_batch_size * self.config.block_size, BATCH_TOKENS)  # auto_micro_batch changes it
-
     def tasks(self, model):
         """Scores on eval_tasks on rank 0, else None: {"perplexity": of right answers, averaged over tasks,
         "<task>_<metric>": ...}, see evaluation/harness.py."""
         dtype = getattr(torch, self.config.dtype)
         model.eval()
-        scorer = self.harness.HarnessLM(model, self.text, self.batch_tokens(), dtype=dtype)
+        scorer = self.harness.HarnessLM(model, self.text, self.batch_tokens, dtype=dtype)
         output = self.harness.evaluate(scorer, self.loaded)
         model.train()
         return output and tasks.scores(output["results"])

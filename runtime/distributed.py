@@ -32,7 +32,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
-from common.errors import ConfigError, env_int, is_out_of_memory, main_error
+from common.errors import ConfigError, env_int, main_error
 from common.torch_private import allow_graphs, average_gradients
 from kernels.ops import same_documents
 from runtime import checkpoint as saved
@@ -289,9 +289,6 @@ def parallelize(model, config, data):
     """The model for the training loop: compiled, with recomputation, and sharded or wrapped in DDP, as configured."""
     device = next(model.parameters()).device
     prepare_layers(model, config)
-    if config.auto_micro_batch:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a model may draw random numbers
-            find_micro_batch_size(model, config, data)
     if config.parallel != "ddp":
         shard(model, config, device)
     elif world_size() > 1:
@@ -301,7 +298,10 @@ def parallelize(model, config, data):
         forward = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
         # DDP reorders its buckets after the first backward that synchronises, and gradients added in another order
         # differ in the last bit. A resumed run must be bit-identical, so the first backward is not that of a step.
-        first_loss(forward, config, data, device).backward()
+        x, y, _ = next(iter(data.micro_batches(0, rank(), world_size(), config.micro_batch_size)))
+        with autocast(config, device):
+            first_loss = forward(x, y, loss_only=True)[1]
+        first_loss.backward()
         unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
         if unused:
             raise ConfigError(f"the loss does not depend on the parameters {', '.join(unused[:3])}"
@@ -310,43 +310,6 @@ def parallelize(model, config, data):
         model.zero_grad(set_to_none=True)
         return forward
     return model
-
-
-def first_loss(forward, config, data, device):
-    x, y, _ = next(iter(data.micro_batches(0, rank(), world_size(), config.micro_batch_size)))
-    with autocast(config, device):
-        return forward(x, y, loss_only=True)[1]
-
-
-def find_micro_batch_size(model, config, data):
-    """Halve micro_batch_size until forward and backward fit in memory on every process, next to the gradients and
-    AdamW's state."""
-    if config.parallel != "ddp":
-        raise ConfigError(f"auto_micro_batch: the micro-batch size cannot be probed with parallel={config.parallel}: "
-                          "set --micro_batch_size")
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    device = parameters[0].device
-    reserved_bytes = 3 * sum(p.numel() * p.element_size() for p in parameters)
-    config.micro_batch_size = min(config.micro_batch_size, data.sequences_per_step // world_size() or 1)
-    while not fits(model, config, data, parameters, reserved_bytes):
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        config.micro_batch_size //= 2
-    config.micro_batch_size = min(all_gather(config.micro_batch_size))
-
-
-def fits(model, config, data, parameters, reserved_bytes):
-    """True if forward and backward of a micro-batch find memory beside `reserved_bytes`. Raises the error of a single
-    sequence. A function of its own: an error's traceback keeps the activations alive until it returns."""
-    device = parameters[0].device
-    try:
-        reserved = torch.empty(reserved_bytes, dtype=torch.uint8, device=device)  # noqa: F841
-        torch.autograd.grad(first_loss(model, config, data, device), parameters, allow_unused=True)
-        return True
-    except (RuntimeError, MemoryError) as error:
-        if config.micro_batch_size == 1 or not is_out_of_memory(error):
-            raise
-        return False
 
 
 def micro_batches(forward, config, data, step, signals):

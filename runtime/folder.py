@@ -26,11 +26,10 @@ from runtime.distributed import resume_command
 
 # Settings that may change on resume: none of them changes a loss beyond rounding. Everything else is refused.
 MAY_CHANGE_ON_RESUME = {
-    "out_dir", "resume", "micro_batch_size", "auto_micro_batch", "eval_interval", "eval_tokens", "final_eval_tokens",
-    "eval_block_size", "eval_tasks", "eval_tasks_interval", "log_interval", "checkpoint_interval",
-    "keep_checkpoints", "keep_steps", "wandb", "wandb_project", "wandb_run_name", "device", "compile", "parallel",
-    "recompute",
-    "max_bad_steps", "backend", "loss_from_logits", "self_check", "timeout_minutes",
+    "out_dir", "resume", "micro_batch_size", "eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size",
+    "eval_tasks", "eval_tasks_interval", "log_interval", "checkpoint_interval", "keep_checkpoints", "keep_steps",
+    "wandb", "wandb_project", "wandb_run_name", "device", "compile", "parallel", "recompute", "max_bad_steps",
+    "backend", "loss_from_logits", "self_check", "timeout_minutes",
     "workers",  # of image runs
     "branch",  # used only if there is no checkpoint
     "dataset",  # compared by the hash of its content instead
@@ -113,7 +112,7 @@ class Folder:
             way_out = "choose a smaller block_size or model, or --dtype=bfloat16"
             if size > 1:
                 command = resume_command(f"--micro_batch_size={size // 2}", "--resume=auto")
-                way_out = f"{command} (the result is the same; --auto_micro_batch finds one that fits)"
+                way_out = f"{command} (the result is the same)"
             raise Stopped(
                 f"out of memory with a micro-batch of {size} x {block_size} tokens: {way_out}"
             ) from None

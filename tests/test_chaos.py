@@ -42,7 +42,7 @@ from faults import (
     torchrun_env,
     until,
 )
-from helpers import arguments, assert_same_run, events, losses, poisoned, record, saved, small_memory
+from helpers import arguments, assert_same_run, events, losses, poisoned, record, saved
 
 import configurator
 from data import prepared
@@ -276,25 +276,6 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_both(launch, data, tmp_pat
         assert list(events(out, "skipped")) == [5, 6, 12] and r.said().count("step skipped") == 3
         assert record(out)["skipped_steps"] == 3
         assert_same_run(out, tmp_path / "None")
-
-
-def smaller_on_the_second(rank):
-    """With dropout: the search for a size that fits may draw no random numbers."""
-    class Small(small_memory(7 - 4 * rank)):
-        def __init__(self, config):
-            super().__init__(config)
-            self.embed.register_forward_hook(lambda m, inputs, h: torch.nn.functional.dropout(h, 0.2, m.training))
-    return Small
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(1, marks=LONG_FORM)])
-def test_auto_micro_batch_is_what_fits_on_every_rank(launch, data, out, tmp_path, world):
-    argv = lambda name, size, **how: arguments(data, tmp_path / name, eval_interval=0, micro_batch_size=size, **how)
-    launch(argv("run", 64, auto_micro_batch=True), world, LM=smaller_on_the_second).succeed()
-    config = record(out, "config")
-    assert config["config"]["micro_batch_size"] == 6 // world and config["derived"]["accumulation"] == 2
-    launch(argv("by_hand", 6 // world), world, LM=smaller_on_the_second).succeed()
-    assert losses(out) == losses(tmp_path / "by_hand")  # the search leaves no trace
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")

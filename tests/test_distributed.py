@@ -134,7 +134,6 @@ def runs_other_code(argv):
 
 REFUSED = [  # settings of two processes; how they differ from others; words of the line
     ({"parallel": "hsdp"}, {}, "hsdp needs several machines"), ({"parallel": "fsdp"}, {"LM": scalar}, "temperature"),
-    ({"parallel": "fsdp", "auto_micro_batch": "true"}, {}, "auto_micro_batch"),
     ({}, {"LM": scalar}, "the loss does not depend on the parameters temperature:"),
     ({}, {"main": reads_other_data}, "the ranks disagree about data", "the same on every node"),
     ({}, {"main": runs_other_code}, "the ranks disagree about families/mine.py", "the same on every node")]

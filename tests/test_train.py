@@ -418,11 +418,10 @@ def test_the_validation_loss_is_the_mean_over_its_tokens(data, monkeypatch):
     with torch.no_grad():
         true = sum(n * lm(val[:, i:i + n], val[:, i + 1:i + n + 1])[1].item() for i, n in evaluate.windows) / 100
     for size in (1, 3):
-        with mock.patch("evaluation.validation.BATCH_TOKENS", 0):
-            config.micro_batch_size = size
-            mean, nats, of = evaluate.loss(lm, by_document(evaluate.windows, tokens))
-            assert [mean, evaluate.loss(lm, [evaluate.windows])[0]] == pytest.approx([true] * 2, rel=1e-6)
-            assert of == [96, 4] and mean == pytest.approx(np.average(nats, weights=of))
+        evaluate.batch_tokens = 32 * size
+        mean, nats, of = evaluate.loss(lm, by_document(evaluate.windows, tokens))
+        assert [mean, evaluate.loss(lm, [evaluate.windows])[0]] == pytest.approx([true] * 2, rel=1e-6)
+        assert of == [96, 4] and mean == pytest.approx(np.average(nats, weights=of))
     ignored = torch.full((1, 8), -1)
     some = torch.where(val[:, 9:17] % 2 == 0, 5, ignored)
     batches = [(val[:, :8], ignored), (val[:, :8], val[:, 1:9]), (val[:, 8:16], some)]
@@ -996,9 +995,8 @@ REFUSED = [
     ({"init_from": "{of_gpt2}"}, "{of_gpt2}/checkpoint.safetensors", "{data}", "('gpt2', 'bytes')"),
     ({"init_from": "{bad_skeleton}"}, "{bad_skeleton}/checkpoint.safetensors: does not fit"),
     # what ends a run on its way
-    ({"LM": partial(small_memory, 5)}, "micro-batch of 12 x 32", "--micro_batch_size=6 --resume=auto",
-     "--auto_micro_batch"),
-    ({"LM": partial(small_memory, 0), "auto_micro_batch": True}, "1 x 32", "block_size"),
+    ({"LM": partial(small_memory, 5)}, "micro-batch of 12 x 32", "--micro_batch_size=6 --resume=auto"),
+    ({"LM": partial(small_memory, 0), "micro_batch_size": 1}, "1 x 32", "block_size"),
     *(({"patch": (place, error)}, "micro-batch of 12 x 32", "--micro_batch_size=6") for place, error in (
         ("evaluation.validation.Evaluate.loss", MemoryError),
         ("optim.AdamW.step", torch.OutOfMemoryError("CUDA out of memory.")))),
