@@ -244,11 +244,6 @@ class TokenData:
             "val_tokens": len(self.tokens.val),
         }
 
-    def where(self, step, rank, world_size):
-        """The place of a step's batch, for an error message."""
-        first = int(self.starts(step, rank, world_size)[0])
-        return f"the last batch began at token {first:,} of {self.tokens.folder / 'train.bin'}"
-
     def verify(self):
         """Read both splits whole and compare their sha256 with meta.json. Raises DataError if they differ."""
         self.tokens.verify()

@@ -72,10 +72,6 @@ class MixtureData(TokenData):
             })
         return derived
 
-    def where(self, step, rank, world_size):
-        k, start = self.starts(step, rank, world_size)[0].tolist()
-        return f"the last batch began at token {start:,} of {self.parts[k].folder}"
-
     def verify(self):
         for tokens in self.parts:
             tokens.verify()

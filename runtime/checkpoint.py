@@ -192,18 +192,6 @@ def steps(folder):
     return paths
 
 
-def last_good(folder, step):
-    """A phrase that names the last checkpoint from before `step`, the first whose next loss was not finite."""
-    paths = steps(folder)
-    good = [saved for saved in paths if saved < step]
-    if good:
-        return f"the last good checkpoint is {paths[max(good)]}, step {max(good)}"
-    if not paths:
-        return "the last good checkpoint is none"
-    first = min(paths)
-    return f"no checkpoint is good: the loss after that of {paths[first]}, step {first}, was already not finite"
-
-
 def load_first(paths, weights=False):
     """The first of `paths` that is intact: (path, tensors, meta, [a line for each one skipped]).
 

@@ -133,11 +133,9 @@ class Telemetry:
         self.say(f"step {done}: loss {loss}, gradient norm {grad_norm}: step skipped ({progress.bad} in a row)")
         self.write("skipped", done, train_loss=loss, grad_norm=grad_norm)
         if progress.bad >= self.config.max_bad_steps:
-            where = ""
-            if getattr(self.data, "where", None):
-                where = f"; {self.data.where(step, distributed.rank(), self.world_size)}"
-            raise Stopped(f"stopped at step {done}: loss or gradient not finite {progress.bad} times in a row{where}; "
-                          f"{checkpoint.last_good(self.out, done - progress.bad)}; try a lower learning_rate")
+            raise Stopped(f"stopped at step {done}: loss or gradient not finite {progress.bad} times in a row; in "
+                          f"{self.out} only checkpoints from before step {done - progress.bad} are good; try a lower "
+                          "learning_rate")
 
     # --------------------------------------------------------------------------------------------------- evaluation
 

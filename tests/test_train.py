@@ -808,25 +808,14 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(data, out, how):
 
 
 def test_a_loss_that_stays_not_finite_ends_the_run(data, out):
-    argv = arguments(data, out, checkpoint_interval=2, max_bad_steps=3, seed=7)
-    line = refuse(argv, "step 7", "3 times in a row", f"{data}/train.bin", LM=poisoned(range(5, 99)))
-    assert not (out / "result.json").exists() and list(events(out, "skipped")) == [5, 6, 7]
-    first = loader.step_windows(loader.n_windows(4000, 32), 12, 7, 6)[0]
-    tensors, meta = saved(out)
-    assert f"token {first * 32:,} " in line and meta["step"] == 6
-    good = f"no checkpoint is good: the loss after that of {out}/checkpoint-4.safetensors, step 4, was already not f"
-    assert good in line and all(t.isfinite().all() for name, t in tensors.items() if name.startswith("model"))
-    assert good in refuse([*argv, "--resume=auto"], LM=poisoned(range(99)))  # before it has saved anything itself
-
-
-@pytest.mark.parametrize("bad, changes, named", [
-    (5, {"checkpoint_interval": 2, "keep_checkpoints": 3}, "checkpoint-2.safetensors, step 2"),
-    (7, {"checkpoint_interval": 2, "keep_checkpoints": 3}, "checkpoint-4.safetensors, step 4"),
-    (7, {"checkpoint_interval": 1}, "best.safetensors, step 5"), (6, {}, "none")])
-def test_the_good_checkpoint_that_is_named_has_a_finite_loss_next(data, out, bad, changes, named):
     """Weights of the last finite step are saved again in each skipped one, and give the same loss."""
-    words = "no checkpoint is good" if named == "none" else f"the last good checkpoint is {out / named}"
-    refuse(arguments(data, out, max_bad_steps=4, **changes), words, LM=poisoned(range(bad, 99)))
+    argv = arguments(data, out, checkpoint_interval=2, max_bad_steps=3)
+    words = "3 times in a row", f"in {out} only checkpoints from before step 4 are good"
+    refuse(argv, "stopped at step 7", *words, LM=poisoned(range(5, 99)))
+    assert not (out / "result.json").exists() and list(events(out, "skipped")) == [5, 6, 7]
+    tensors, meta = saved(out)
+    assert meta["step"] == 6 and all(t.isfinite().all() for name, t in tensors.items() if name.startswith("model"))
+    refuse([*argv, "--resume=auto"], *words, LM=poisoned(range(99)))  # before it has saved anything itself
 
 
 @pytest.mark.parametrize("change, words", [
