@@ -59,15 +59,15 @@ class Telemetry:
         and further lines about_model."""
         self.progress, self.derived, self.log_file = found.progress, found.derived, found.log
         self.is_complete, self.done = found.is_complete, found.step
-        notes = found.notes
-        if not self.is_complete and self.is_main:
+        if self.is_complete:
+            return
+        if self.is_main:
             self.commit = found.environment["commit"]
             if self.wandb:
                 self.open_wandb(found)
             self.bar = progress_bar(self.config.max_iters, self.done)
-            notes = [*self.summary(mixed_by), *about_model, *notes]
-        for line in notes:
-            self.say(line)
+            for line in (*self.summary(mixed_by), *about_model, *found.notes):
+                self.say(line)
         self.last_log_step, self.paused_seconds = self.done, 0.0
         self.progress.clock = self.last_log_time = self.picture_time = time.perf_counter()
 
