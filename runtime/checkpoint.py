@@ -17,6 +17,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import zlib
 from pathlib import Path
@@ -141,28 +142,29 @@ def _read_header(f):
     return length + text, json.loads(text)["__metadata__"]
 
 
-def _in_header(path, key):
-    """A value in a checkpoint's header. Raises CheckpointError."""
+def _in_header(path, read):
+    """read(a checkpoint's header), without a look at the rest. Raises CheckpointError."""
     try:
         with open(regular(path), "rb") as f:
-            return _read_header(f)[1][key]
+            return read(_read_header(f)[1])
     except (OSError, *MALFORMED) as error:
         raise CheckpointError(f"{path}: not readable as a checkpoint ({error})") from error
 
 
 def checksum(path):
     """The CRC-32 in a checkpoint's header, which tells it from others. Raises CheckpointError."""
-    return str(_in_header(path, "crc32"))
+    return _in_header(path, lambda header: str(header["crc32"]))
+
+
+def meta_of(path):
+    """The dict that was saved with a checkpoint. Raises CheckpointError."""
+    return _in_header(path, lambda header: {**json.loads(header["meta"])})
 
 
 def _earlier(folder):
-    """[(step, path)] of the checkpoints before the newest, latest first."""
-    found = []
-    for path in Path(folder).glob("checkpoint-*.safetensors"):
-        step = path.stem.removeprefix("checkpoint-")
-        if step.isdecimal():
-            found.append((int(step), path))
-    return sorted(found, reverse=True)
+    """{step: path} of the checkpoints before the newest, latest first."""
+    names = ((re.fullmatch(r"checkpoint-(\d+)\.safetensors", path.name), path) for path in Path(folder).glob("*"))
+    return dict(sorted(((int(name[1]), path) for name, path in names if name), reverse=True))
 
 
 def candidates(folder):
@@ -170,16 +172,8 @@ def candidates(folder):
     folder = Path(folder)
     if (folder / MOVING).exists():  # move_aside was killed: the files left are not a run
         return []
-    paths = [folder / NEWEST, *dict(_earlier(folder)).values(), folder / BEST]
+    paths = [folder / NEWEST, *_earlier(folder).values(), folder / BEST]
     return [path for path in paths if path.exists()]
-
-
-def meta_of(paths):
-    """The meta of the first checkpoint with a readable header, without a look at the rest; {} if none has one."""
-    for path in paths:
-        with contextlib.suppress(CheckpointError, ValueError, TypeError):
-            return {**json.loads(_in_header(path, "meta"))}
-    return {}
 
 
 def steps(folder):
@@ -187,8 +181,8 @@ def steps(folder):
     checks that."""
     paths = {}
     for path in candidates(folder):
-        with contextlib.suppress(CheckpointError, ValueError, LookupError, TypeError):
-            paths.setdefault(json.loads(_in_header(path, "meta"))["step"] + 0, path)
+        with contextlib.suppress(*MALFORMED):
+            paths.setdefault(meta_of(path)["step"] + 0, path)
     return paths
 
 
@@ -223,13 +217,13 @@ class Initial:
     """
 
     def __init__(self, config, fields=()):
-        self.config, self.path, self.taken, self.changed = config, None, [], {}
+        self.config, self.path, self.taken, self.changed = config, None, [], []
         if not (config.init_from or config.eval_only):
             return
         resumes = config.resume != "never" and not config.eval_only
-        own = candidates(config.out_dir) if resumes else []
+        own = list(steps(config.out_dir).values()) if resumes else []
         if own:
-            self.meta = meta_of(own)
+            self.meta = meta_of(own[0])
         else:
             self.path, self.weights, self.meta, self.damaged = load_first(self.places(), weights=True)
         with fitting(self.path or own[0]):
@@ -238,7 +232,7 @@ class Initial:
                 if value == now or name == "backend":  # the machine's
                     continue
                 if name in config.overrides:
-                    self.changed[name] = value
+                    self.changed.append(f"{name} was {value!r}, is {now!r}")
                 else:
                     setattr(config, name, value)
                     self.taken.append(f"{name}={value}")
@@ -246,13 +240,9 @@ class Initial:
     def places(self):
         """The paths to try. Raises ConfigError."""
         place = Path(self.config.init_from or self.config.out_dir)
-        paths = candidates(place) if place.is_dir() else [place]
+        paths = [place] if place.is_file() else candidates(place)
         if not paths:
-            raise ConfigError(f"init_from={place}: there is no checkpoint in this folder: give a run's, or for a model "
-                              "of transformers the one that python export.py --from_hf=FOLDER --out_dir=RUN makes")
-        if not place.exists():
-            raise ConfigError(f"{place}: No such file or folder: no checkpoint was saved here; "
-                              f"{DOWNLOAD.format(place)}")
+            raise ConfigError(f"{place}: no checkpoint was saved here: give a run's folder; {DOWNLOAD.format(place)}")
         if not self.config.eval_only and paths[0].parent.resolve() == Path(self.config.out_dir).resolve():
             raise ConfigError(f"init_from={place} is in out_dir, where this run's checkpoints go: choose another "
                               "out_dir")
@@ -268,20 +258,17 @@ class Initial:
             if trained and given and trained != given:
                 raise ConfigError(f"{origin}: its {key} differs from that of {config.dataset} ({str(trained)[:80]!r}, "
                                   f"{str(given)[:80]!r}): these weights were trained with a different vocabulary")
-        changed = [f"{name} was {before!r}, is {getattr(config, name)!r}" for name, before in self.changed.items()]
         with fitting(origin):
-            wrong = misfit(self.weights, model)
             step = self.meta["step"] + 0  # a TypeError unless it is a number
-            if wrong:
-                own = " ".join(f"--{name}={before}" for name, before in self.changed.items())
-                back = [f"give {own}, or leave them out"] if own else []
-                words = "; ".join([f"{origin}: its weights do not fit this model: {wrong}", *changed, *back])
-                raise ConfigError(words)
+            if wrong := misfit(self.weights, model):
+                back = ["leave these settings out, to take them from it"] if self.changed else []
+                raise ConfigError("; ".join([f"{origin}: its weights do not fit this model: {wrong}", *self.changed,
+                                             *back]))
             model.load_state_dict(self.weights)
         self.weights = None
         taken = [f"taken from it: {', '.join(self.taken)}"] if self.taken else []
         skipped = [f"skipped: {line}" for line in self.damaged]
-        return "; ".join([*skipped, f"weights from {origin} (step {step})", *taken, *changed])
+        return "; ".join([*skipped, f"weights from {origin} (step {step})", *taken, *self.changed])
 
 
 def settings_of(settings, fields):
@@ -300,7 +287,7 @@ class CheckpointManager:
     """A run's checkpoints: checkpoint.safetensors (the newest), checkpoint-500.safetensors and so on (the earlier ones:
     `keep` in all, plus `kept_steps`), best.safetensors (lowest validation loss). At least one is always intact."""
 
-    def __init__(self, folder, keep=2, kept_steps=()):
+    def __init__(self, folder, keep=2, kept_steps=frozenset()):
         self.folder, self.keep, self.kept_steps = Path(folder), keep, kept_steps
         self.newest_step = None  # step of checkpoint.safetensors, if that is intact
         self.best = None  # [loss, step] of best.safetensors
@@ -316,10 +303,10 @@ class CheckpointManager:
 
     def _delete_old(self, newest_step):
         """Delete checkpoints that are too old, or from steps after the newest, if the run went back."""
-        kept = [path for step, path in _earlier(self.folder) if step < newest_step][:self.keep - 1]
-        for step, path in _earlier(self.folder):
-            if path not in kept and step not in self.kept_steps:
-                path.unlink(missing_ok=True)
+        there = _earlier(self.folder)
+        kept = [step for step in there if step < newest_step][:self.keep - 1]
+        for step in there.keys() - {*kept} - self.kept_steps:
+            there[step].unlink(missing_ok=True)
 
     def save(self, state, meta, loss=None, values=None):
         """Save `state` (see flatten) and `meta`, which has "step"; `loss`: validation loss; `values`: see save.
