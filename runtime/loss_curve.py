@@ -3,15 +3,16 @@
     python runtime/loss_curve.py out/longhorn_bpe
 """
 
-import argparse
 import gc
-import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO))
+import numpy as np
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root
+import configurator  # noqa: E402
 from common.errors import ConfigError, main_error  # noqa: E402
 from common.files import replacing  # noqa: E402
 from runtime.records import read_log  # noqa: E402
@@ -26,59 +27,37 @@ def draw_loss(folder):
     import matplotlib.pyplot as plt
 
     train, val = points(folder, "train", "train_loss"), points(folder, "eval", "val_loss")
-    accuracy = [(x, 100 * y) for x, y in points(folder, "eval", "val_accuracy") if math.isfinite(y)]
-    if not train and not val:
+    accuracy = points(folder, "eval", "val_accuracy")
+    losses = np.append(train[:, 1], val[:, 1])
+    if not len(losses):
         return None
     figure, axes = plt.subplots(figsize=(7, 4.2), dpi=140)
-    if train:
-        draw_training(axes, train)
-    if val:
-        axes.plot(*zip(*val, strict=True), "o-", ms=3, color="tab:orange", label="validation")
-        if math.isfinite(val[-1][1]):
-            axes.annotate(f"{val[-1][1]:.4f}", val[-1], xytext=(0, 8), textcoords="offset points", ha="right")
-    seen = sorted(loss for _, loss in train + val if math.isfinite(loss))
-    if len(seen) > 20:  # cut off the first steps, which would flatten everything else
-        axes.set_ylim(seen[0] - 0.1, min(seen[-1], seen[int(len(seen) * 0.95)] + 0.5))
+    axes.plot(*train.T, lw=0.6, alpha=0.35, color="tab:blue", label="training")
+    span = len(train) // 25
+    if span > 1:  # a step's loss covers only a few windows
+        means = np.convolve(train[:, 1], np.ones(span) / span, "valid")
+        axes.plot(train[span - 1:, 0], means, lw=1.4, color="tab:blue", label=f"mean of {span} lines of the log")
+    if len(val):
+        axes.plot(*val.T, "o-", ms=3, color="tab:orange", label=f"validation, {val[-1, 1]:.4f} at last")
+    if len(losses) > 20:  # cut off the first steps, which would flatten everything else
+        axes.set_ylim(losses.min() - 0.1, min(losses.max(), np.quantile(losses, 0.95) + 0.5))
     title = Path(folder).name.replace("$", r"\$")  # $ starts a formula
-    axes.set(xlabel="tokens", ylabel=f"loss (nats per {'image' if accuracy else 'token'})", title=title)
-    if accuracy:
-        beside = axes.twinx()
-        beside.plot(*zip(*accuracy, strict=True), "s--", ms=3, lw=1, color="tab:green")
-        last = f"{accuracy[-1][1]:.1f}%"
-        beside.annotate(last, accuracy[-1], xytext=(0, -12), textcoords="offset points", ha="right")
-        beside.set_ylabel("validation accuracy (%)", color="tab:green")
+    axes.set(xlabel="tokens", ylabel=f"loss (nats per {'image' if len(accuracy) else 'token'})", title=title)
     axes.grid(alpha=0.3)
-    axes.legend(loc="center right" if accuracy else "best")
+    axes.legend()
+    if len(accuracy):
+        beside = axes.twinx()
+        beside.plot(*accuracy.T, "s--", ms=3, lw=1, color="tab:green")
+        beside.set_ylabel(f"validation accuracy, {accuracy[-1, 1]:.1%} at last", color="tab:green")
     path = Path(folder) / "loss.png"
     save_figure(figure, path, bbox_inches="tight")
     return path
 
 
-def draw_training(axes, points):
-    """The training loss of each line, and a running mean: a step's loss covers only a few windows."""
-    tokens, losses = zip(*points, strict=True)
-    span = max(1, len(losses) // 25)
-    means = []
-    for i in range(len(losses)):
-        part = losses[max(0, i - span + 1):i + 1]
-        means.append(sum(part) / len(part))
-    axes.plot(tokens, losses, lw=0.6, alpha=0.35, color="tab:blue")
-    label = f"training, mean of {span} lines of the log" if span > 1 else "training"
-    axes.plot(tokens, means, lw=1.4, color="tab:blue", label=label)
-
-
 def points(folder, event, key):
-    """[(tokens, number)] of the events; NaN for a number that is missing or none, nothing without tokens."""
-    pairs = []
-    for line in read_log(folder, event):
-        tokens, value = number(line.get("tokens")), number(line.get(key))
-        if math.isfinite(tokens):
-            pairs.append((tokens, value))
-    return pairs
-
-
-def number(x):
-    return float(x) if type(x) in (int, float) and abs(x) < 1e30 else math.nan
+    """(n, 2) float: tokens and the number of each event that has one."""
+    pairs = [(line["tokens"], line[key]) for line in read_log(folder, event) if line.get(key) is not None]
+    return np.array(pairs, float).reshape(-1, 2)
 
 
 def save_figure(figure, path, **how):
@@ -91,11 +70,14 @@ def save_figure(figure, path, **how):
     gc.collect()  # a closed figure leaves reference cycles of megabytes, which Python alone collects too rarely
 
 
+@dataclass
+class Options:
+    folder: Path  # of a run
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="of a run")
-    folder = parser.parse_args().folder
     with main_error("loss_curve.py"):
+        folder = configurator.read(Options, sys.argv[1:], __doc__).folder
         path = draw_loss(folder)
         if path is None:
             raise ConfigError(f"{folder} has no log.jsonl with losses to plot: give a run's folder")

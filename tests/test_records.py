@@ -203,21 +203,16 @@ def eval_event(step, loss):
     return {"event": "eval", "step": step, "tokens": 64 * step, "val_loss": loss}
 
 
-ODD = None, "3", [1], {}, True, math.nan, 10**400, -1e308
-
-
 @pytest.mark.parametrize("name, events", [
-    (r"a$\frac$b", [train_event(1, 3.0)]), ("null", [train_event(1, None)]), ("one$", [eval_event(1, None)]),
-    ("long", [*(train_event(s, None if s % 3 else 9 / s) for s in range(1, 60)), eval_event(60, 2.0)]),
-    ("tokens", [train_event(1, 3.0), *(train_event(2, 3.0) | {"tokens": x} for x in ODD)]),
-    ("loss", [train_event(1, 3.0), *(train_event(2, x) for x in ODD)]),
-    ("accuracy", [eval_event(1, 3.0), *(eval_event(2, 3.0) | {"val_accuracy": x} for x in ODD)])])
+    (r"a$\frac$b", [train_event(1, 3.0)]), ("one$", [train_event(1, None), eval_event(1, 2.0)]),
+    ("long", [*(train_event(s, None if s % 3 else 9 / s) for s in range(1, 160)),
+              eval_event(60, 2.0) | {"val_accuracy": 0.5}])])
 def test_a_curve_is_drawn_of_whatever_there_is_in_a_folder_of_any_name(tmp_path, name, events):
     def draw(folder):
         return run_program(lambda: runpy.run_path(loss_curve.__file__, run_name="__main__"), folder)
 
     (tmp_path / name).mkdir()
-    write_log(tmp_path / name)
+    write_log(tmp_path / name, train_event(1, None))
     for folder in (name, "nowhere"):
         refused(draw(tmp_path / folder), f"{folder} has no log.jsonl with losses")
     write_log(tmp_path / name, *events)
@@ -238,15 +233,15 @@ def test_the_numbers_of_a_resumed_run_and_their_units(tmp_path, monkeypatch, cap
     progress = Progress(config.max_iters, seconds=50.0, best_val_loss=2.5, skipped=1, code_versions=["a", "b"])
     derived = {"device_name": "cpu", "flops_per_token": 30, "parameters": {"total": 11}, "processes": 2, "epochs": 1.25}
     found = Found(progress, derived, 3, environment={"commit": "c0"}, log=Log(tmp_path))
-    with telemetry.Telemetry(config, data, torch.device("cpu")) as t:
-        t.world_size = 2
-        t.open(found, "nothing")
-        for step in t.steps(SimpleNamespace(stopping=False)):
-            now[0] += 3
-            t.log(step, train_loss=4.0, lr=1e-3)
-            now[0] += 5
-        t.log_evaluation(4, {"val_loss": 3.0})  # not the best; of a step before, so that it is logged
-        assert t.finish(None) == {"val_loss": 3.0}
+    t = telemetry.Telemetry(config, data, torch.device("cpu"))
+    t.world_size = 2
+    t.open(found, "nothing")
+    for step in t.steps(SimpleNamespace(stopping=False)):
+        now[0] += 3
+        t.log(step, train_loss=4.0, lr=1e-3)
+        now[0] += 5
+    t.log_evaluation(4, {"val_loss": 3.0})  # not the best; of a step before, so that it is logged
+    assert t.finish(None) == {"val_loss": 3.0}
     said = capsys.readouterr().out
     assert "6 steps of 700 tokens = 1.25 epochs, 2 micro-batches per step" in said  # of 7 windows, and 3 at a time
     assert "finished: 4,200 tokens in 74 s" in said
