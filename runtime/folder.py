@@ -22,7 +22,7 @@ from common import files
 from common.errors import ConfigError, Stopped, is_out_of_memory
 from common.files import writing_to
 from runtime import checkpoint, distributed, records
-from runtime.distributed import resume_command
+from runtime.distributed import resume_command, say
 
 # Settings that may change on resume: none of them changes a loss beyond rounding. Everything else is refused.
 MAY_CHANGE_ON_RESUME = {
@@ -79,13 +79,11 @@ class Found:
 class Folder:
     """`with Folder(config, model, data) as folder`: the folder config.out_dir, locked.
 
-    say: prints a line on rank 0. progress: the run's counters. Raises ConfigError if the folder cannot be used, Stopped
-    if the run cannot continue.
+    progress: the run's counters. Raises ConfigError if the folder cannot be used, Stopped if the run cannot continue.
     """
 
-    def __init__(self, config, model, data, say=print):
+    def __init__(self, config, model, data):
         self.config, self.model, self.data = config, model, data
-        self.say = say
         self.out = Path(config.out_dir)
         self.is_main = distributed.rank() == 0
         self.aside = None  # where an earlier run's files are now
@@ -323,7 +321,7 @@ class Folder:
             self.manager.save(state, meta, val_loss, values)
             self.saved_step = done
         except OSError as error:  # such as a full disk; earlier checkpoints are untouched
-            self.say(f"step {done}: checkpoint not written ({error}); the one before stays")
+            say(f"step {done}: checkpoint not written ({error}); the one before stays")
 
 
 def numbers_in(text):
