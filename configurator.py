@@ -30,7 +30,6 @@ import functools
 import math
 import numbers
 import os
-import re
 import shlex
 import sys
 import traceback
@@ -102,8 +101,6 @@ class Setting:
         for number in value or () if self.many else [value]:
             limit = self.range.broken_by(number)
             if limit and value != self.default:
-                if abs(number) >= 10**20:
-                    number = f"of {int(number).bit_length()} bits"
                 default = f", or {self.default}, its default" if self.range.broken_by(self.default) else ""
                 raise ConfigError(f"{name} {number} must be {limit}{default}")
 
@@ -125,19 +122,22 @@ def load(config_class, argv, prog=None):
     Raises ConfigError for all unknown keys, wrong types and choices at once; for a wrong number, an unreadable or
     failing file, and a ValueError raised in the dataclass's __post_init__.
     """
-    reader, config_files = Reader(config_class, argv), []
+    reader = Reader(config_class, argv)
+    config_files = []
     for argument in argv:
         if argument.endswith(".py") and not argument.startswith("--"):
             config_files.append(argument)
             reader.read_file(argument)
-        elif argument.startswith("--") and not reader.help_asked:
+        elif reader.help_asked:
+            continue
+        elif argument.startswith("--"):
             key, equals, text = argument[2:].partition("=")
             reader.read_key(key, [text] if equals else [])
-        elif not reader.help_asked:
+        else:
             raise ConfigError(f"unexpected argument {argument!r}: give config files (*.py) and --key=value; "
                               "--help lists all keys")
     about = "Read left to right, the later one wins; a config file is Python that assigns to the same keys."
-    return reader.finish(f"{prog or _program()} [config.py ...]", about, config_files=config_files)
+    return reader.finish(f"{prog or os.path.basename(sys.argv[0])} [config.py ...]", about, config_files=config_files)
 
 
 def read(config_class, argv, doc, prog=None):
@@ -147,11 +147,14 @@ def read(config_class, argv, doc, prog=None):
     The instance also has `overrides`, `command`, and `others`, the --key=value of unknown keys, which only a class with
     OTHERS takes. Raises ConfigError as `load` does.
     """
-    words, prog, command = list(argv), prog or _program(), None
+    words = list(argv)
+    prog = prog or os.path.basename(sys.argv[0])
+    command = None
     if isinstance(config_class, dict):
         command = _command(config_class, words, prog, doc)
         config_class, prog = config_class[command], f"{prog} {command}"
-    reader, others = Reader(config_class, words), []
+    reader = Reader(config_class, words)
+    others = []
     places = list(reader.places)
     while words and not reader.help_asked:
         word = words.pop(0)
@@ -168,10 +171,6 @@ def read(config_class, argv, doc, prog=None):
         else:
             raise ConfigError(f"unexpected argument {word!r}: --help lists all keys")
     return reader.finish(" ".join([prog, *reader.places]), doc, command=command, others=others)
-
-
-def _program():
-    return os.path.basename(sys.argv[0])
 
 
 def _command(classes, words, prog, doc):
@@ -281,10 +280,8 @@ def _run_file(path, values):
     try:
         source = regular(path).read_bytes()
     except (OSError, ValueError) as error:
-        files = []
-        if os.path.isdir(folder or "."):
-            files = [file for file in os.listdir(folder or ".") if file.endswith(".py")]
-        near = old_names.nearest(name, files, os.path.join(folder, ""))
+        there = [file.name for file in Path(folder).glob("*.py")]
+        near = old_names.nearest(name, there, os.path.join(folder, ""))
         raise ConfigError(f"{path}: {getattr(error, 'strerror', error)}{near}") from error
     # The current values are built-in names for the file, so that `names` holds only what the file itself assigns.
     known = vars(builtins) | values
@@ -296,7 +293,12 @@ def _run_file(path, values):
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{path}:{_place(path, error)}") from error
-    return {key: value for key, value in names.items() if key in values or not _is_helper(key, value)}
+    assigned = {}
+    for key, value in names.items():
+        is_helper = key.startswith("_") or isinstance(value, types.ModuleType) or callable(value)
+        if key in values or not is_helper:
+            assigned[key] = value
+    return assigned
 
 
 def _place(path, error):
@@ -307,59 +309,37 @@ def _place(path, error):
     return f"{(lines or [1])[-1]}: {type(error).__name__}: {error}"
 
 
-def _is_helper(name, value):
-    return name.startswith("_") or isinstance(value, types.ModuleType) or callable(value)
-
-
 def _convert(setting, value, where, from_text):
     """`value` as a setting's kind. Raises ConfigError, starting with `where`. `from_text`: a command-line string."""
     kind, choices = setting.kind, setting.choices
     with contextlib.suppress(ValueError, OverflowError):
         if choices:
-            return _choice(value, choices)
-        if kind is str:
-            return _string(value, empty=True)
-        if kind is Path:
-            return Path(_string(value, empty=False))
-        if kind is bool:
-            return _bool(value, from_text)
-        return _number(kind, value, from_text)
+            if value in choices:
+                return value
+        elif kind is bool:
+            given = BOOLS.get(value.lower()) if from_text else value
+            if isinstance(given, bool):
+                return given
+        elif kind in (int, float):
+            if from_text or isinstance(value, numbers.Real) and not isinstance(value, bool):
+                return _number(kind, value)
+        elif isinstance(value, str) and "\0" not in value and (value or kind is str):
+            value.encode()  # UnicodeError is a ValueError: a name that is not UTF-8 could be saved but not read back
+            if value.startswith("~/"):  # the shell leaves --out_dir=~/run as it is
+                value = os.path.expanduser(value)
+            return kind(value)
     shown = value if from_text else repr(value)[:80]
     expected = KINDS.get(kind) or f"one of {', '.join(choices)}"
     raise ConfigError(f"{where}{shown}: expected {expected}{old_names.nearest(str(value)[:80], choices)}")
 
 
-def _choice(value, choices):
-    if isinstance(value, str) and value in choices:
-        return value
-    raise ValueError
-
-
-def _string(value, empty):
-    if not isinstance(value, str) or "\0" in value or not (value or empty):
-        raise ValueError
-    value.encode()  # UnicodeError is a ValueError: a name that is not UTF-8 could be saved but not read back
-    return os.path.expanduser(value) if value.startswith("~/") else value  # the shell leaves --out_dir=~/run as it is
-
-
-def _bool(value, from_text):
-    if from_text:
-        value = BOOLS.get(value.lower())
-    if not isinstance(value, bool):
-        raise ValueError
-    return value
-
-
-def _number(kind, value, from_text):
-    if not from_text and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
-        raise ValueError
-    if kind is int and (isinstance(value, numbers.Integral) or from_text and re.fullmatch("[+-]?[0-9_]+", value)):
-        return int(value)
+def _number(kind, value):
+    """Raises ValueError, or OverflowError, for what is not finite or no whole number that a float holds exactly."""
     number = float(value)
     if not math.isfinite(number):
         raise ValueError
     if kind is float:
         return number
-    if not number.is_integer() or abs(number) > 2**53:  # larger floats are not exact
+    if not number.is_integer() or abs(number) > 2**53:
         raise ValueError
     return int(number)
