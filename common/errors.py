@@ -43,7 +43,7 @@ def main_error(prog, *errors):
     try:
         yield
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _reader_has_gone("\n"):
+        if isinstance(error, BrokenPipeError) and _flush(sys.stdout, BrokenPipeError, "\n"):
             raise SystemExit(130) from None
         line = _line_about(error, errors)
         if line is None:
@@ -52,35 +52,35 @@ def main_error(prog, *errors):
             print(f"{prog}: error: {printable(line)}", file=sys.stderr)
         raise SystemExit(2) from None
     finally:
-        _reader_has_gone()  # or the interpreter's own flush at exit prints a traceback
-        try:
-            print(end="", file=sys.stderr, flush=True)
-        except (OSError, ValueError):  # a full disk: flushing at exit would fail again, with exit code 120
-            _discard(sys.stderr)
+        # or the interpreter's own flush at exit prints a traceback, or ends with exit code 120
+        _flush(sys.stdout, BrokenPipeError)
+        _flush(sys.stderr, (OSError, ValueError))
 
 
 def _line_about(error, errors):
     """What is wrong, for an error that the user can fix, as those of `errors`; None for others."""
     words = " ".join(str(error).split())
     if isinstance(error, OSError) and error.filename is not None:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        way_out = "make room, and run the command again" if full else "check this path, and who may read and write it"
+        way_out = "check this path, and who may read and write it"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            way_out = "make room, and run the command again"
         return f"{error.filename}: {error.strerror}: {way_out}"
     if is_out_of_memory(error):
         return f"out of memory ({words[:200]}): choose smaller sizes"
     if isinstance(error, OverflowError) or isinstance(error, RuntimeError) and "overflow" in words.lower():
         return f"a number is too large ({words[:200]}): choose a smaller one"
     of_system = isinstance(error, OSError) and not isinstance(error, ConnectionError)
-    if of_system or isinstance(error, (ConfigError, *errors)) or words.startswith("Symlink loop from"):
+    if of_system or isinstance(error, (ConfigError, *errors)):
         return words or type(error).__name__
     return None
 
 
 def is_out_of_memory(error):
     """True if memory ran out. On a GPU PyTorch has an exception class for it, on a CPU only a message."""
-    words = ("not enough memory", "can't allocate memory", "out of memory")
-    return (isinstance(error, MemoryError)
-            or isinstance(error, RuntimeError) and any(w in str(error).lower() for w in words))
+    if not isinstance(error, RuntimeError):
+        return isinstance(error, MemoryError)
+    said = str(error).lower()
+    return "not enough memory" in said or "can't allocate memory" in said or "out of memory" in said
 
 
 def regular(path):
@@ -93,24 +93,20 @@ def regular(path):
 def env_int(name, default, least=0, most=2**31 - 1):
     """The environment variable `name` as a whole number. Raises ConfigError if it is not one in least .. most."""
     text = os.environ.get(name) or str(default)
-    if not re.fullmatch(r"-?\d{1,12}", text) or not least <= int(text) <= most:
+    is_number = re.fullmatch(r"-?\d{1,12}", text)
+    if not is_number or not least <= int(text) <= most:
         raise ConfigError(f"the environment has {name}={text!r}: it must be a whole number in {least} .. {most}")
     return int(text)
 
 
-def _reader_has_gone(last=""):
-    """True if stdout's reader has gone away (detected by writing); buffered output is then discarded."""
+def _flush(stream, harmless, last=""):
+    """Write what a stream still holds. True after a harmless error: what it holds, and all that comes, is discarded."""
     try:
-        print(end=last, flush=True)
-    except BrokenPipeError:
-        _discard(sys.stdout)
+        print(end=last, file=stream, flush=True)
+    except harmless:
+        with contextlib.suppress(OSError, ValueError):  # it may be closed, or not be a file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return True
-    except (OSError, ValueError):  # a full disk or a closed file: the interpreter reports it at exit
+    except (OSError, ValueError):  # the interpreter reports it at exit
         pass
     return False
-
-
-def _discard(stream):
-    """Discard what a stream still holds, and all that is written to it from now on."""
-    with contextlib.suppress(OSError, ValueError):  # it may be closed, or not be a file
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

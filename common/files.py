@@ -102,7 +102,9 @@ def remove_leftovers(pattern):
     """Delete the temporary files for paths of a pattern whose writer, on this host, is no longer alive."""
     for leftover in glob.glob(pattern + ".tmp-*"):
         name = re.fullmatch(r".*\.tmp-(.*)-(\d{1,9})-(\d+)", leftover)
-        if name and name[1] == this_host() and started(int(name[2])) != int(name[3]):
+        if not name or name[1] != this_host():
+            continue
+        if started(int(name[2])) != int(name[3]):
             with contextlib.suppress(OSError):  # another process was faster, or may not be disturbed
                 os.unlink(leftover)
 
@@ -115,17 +117,10 @@ def this_host():
 
 
 def started(pid):
-    """When a process of this host started, in ticks since boot; 0 where /proc does not tell; None if there is none."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except FileNotFoundError:
-        try:
-            os.kill(pid, 0)
-        except OSError as error:
-            return 0 if error.errno == errno.EPERM else None
-    except (OSError, ValueError, LookupError):
-        pass
-    return 0
+    """When a process of this host started, in ticks since boot; None if there is none, or /proc does not tell."""
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return int(stat.rpartition(")")[2].split()[19])
 
 
 @contextlib.contextmanager
