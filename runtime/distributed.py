@@ -155,13 +155,7 @@ def keep_freed_memory(keep=True):
 def join(backend, wait):
     """Join the process group; `wait` (timedelta) is the timeout of every collective. Raises Lost."""
     global STORE
-    world = env_int("WORLD_SIZE", 1)
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-        if not os.environ.get(name):
-            raise ConfigError(f"the environment has WORLD_SIZE={world} and no {name}: start all processes with "
-                              "torchrun")
-    env_int("RANK", 0, most=world - 1)
-    env_int("MASTER_PORT", 0, most=65535)
+    env_int("RANK", 0, most=env_int("WORLD_SIZE", 1) - 1)
     try:
         store, rank, world = next(dist.rendezvous("env://", timeout=wait))
         STORE = new_store_prefix(store, rank, world, wait)
@@ -169,6 +163,8 @@ def join(backend, wait):
         dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=wait)
     except Lost:
         raise
+    except ValueError as error:
+        raise ConfigError(f"{first_line(error)}: start all processes with torchrun") from None
     except RuntimeError as error:  # all of dist's errors are RuntimeErrors, but not all are DistErrors
         raise Lost(f"rank {os.environ['RANK']}: not all {os.environ['WORLD_SIZE']} processes met within {wait} "
                    f"({first_line(error)}): start them all, or raise timeout_minutes") from None

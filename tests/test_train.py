@@ -891,7 +891,7 @@ REFUSED = [
     *[({"backend": "cuda"}, "cuda", "GPU")] * NO_GPU,
     # the environment
     ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"), ({"WORLD_SIZE": "-1"}, "must be a whole number in 1 .."),
-    ({"RANK": "2"}, "in 0 .. 1"), ({"RANK": ""}, "no RANK"),
+    ({"RANK": "2"}, "in 0 .. 1"), ({"MASTER_ADDR": ""}, "start all processes with torchrun"),
     ({"TORCHELASTIC_MAX_RESTARTS": "2"}, "resume=never", "torchrun --max-restarts", "--resume=auto"),
     # data
     ({"dataset": "pystdlob"}, "pystdlob", "pystdlib"),
@@ -919,12 +919,12 @@ REFUSED = [
     ({**PLAN, "branch": "{trunk}@4", "out_dir": "{trunk}"}, "branch={trunk}@4 is in out_dir", "choose another out_dir"),
     ({**PLAN, "branch": "{bare}@4"}, "{bare} has no log.jsonl"),
     # old weights
-    ({"init_from": "{empty}"}, "there is no checkpoint"),
+    ({"init_from": "{empty}"}, "{empty}: no checkpoint was saved here"),
     ({"init_from": "{nowhere}"}, "no checkpoint was saved here", "hf download"),
     ({"init_from": "{data}/train.bin"}, "train.bin", "not a checkpoint of this project"),
     ({"init_from": "{whole}", "out_dir": "{whole}"}, "init_from", "is in out_dir"),
     ({"init_from": "{whole}", "n_embd": 64}, "{whole}/checkpoint.safetensors", "n_embd was 32, is 64",
-     "give --n_embd=32,", "embed.weight is (256, 32) in the checkpoint, (256, 64) in the model"),
+     "leave these settings out", "embed.weight is (256, 32) in the checkpoint, (256, 64) in the model"),
     ({"init_from": "{whole}", "n_layer": 2}, "n_layer was 1, is 2",
      "layers.1.branches.0.norm.weight is missing in the checkpoint, (32,) in the model"),
     ({"init_from": "{more}"}, "do not fit this model: more is (5,) in the checkpoint, missing in the model"),
@@ -1049,7 +1049,7 @@ def test_eval_only_says_the_loss_of_the_weights_and_touches_nothing(whole, data,
         assert line == (f"val_loss {result['val_loss']:.4f}  val_tokens {result['val_tokens']}  "
                         f"val_bits_per_byte {result['val_bits_per_byte']:.4f}")
     assert not out.exists() and sorted(path.name for path in whole.iterdir()) == content
-    refuse(arguments(data, out, eval_only="true"), f"{out}: No such file")
+    refuse(arguments(data, out, eval_only="true"), f"{out}: no checkpoint was saved here")
 
 
 def test_a_step_that_takes_minutes_on_a_cpu_is_said_before_it_begins(data, out):
