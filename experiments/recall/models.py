@@ -11,7 +11,8 @@ Arora et al. 2024 (Based), Poli et al. 2023 (Hyena).
 Based's attention is linear because w = phi(q) . phi(k) with 1 + 8 + 64 features, so it is retention without decay. A
 column of ones in the values adds up the weights, so the same call computes the denominator.
 
-model.py explains what a mixer is. To add your own, add a row to MIXERS.
+model.py explains what a mixer is. Every family takes part with its first mixer. The benchmark's own mixers keep no
+state, since they read whole sequences only. To add your own, add a row to MIXERS.
 """
 
 import itertools
@@ -22,16 +23,15 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import families  # noqa: F401  so that all take part
 from initialisation import constant, dense, linear, normal, parameter, to_residual
 from inspection import counting
 from kernels.linear_attention import retention
-from kernels.ops import causal_conv1d, conv_state, cross_entropy, linear_cross_entropy
-from mixers import KDA, DeltaNet, GatedDeltaNet, LonghornExact, Mamba2, Mesa, RWKV4TimeMix, SlidingWindow
-from model import GLA, LM, NORMS, Layer, Longhorn, Mamba, RMSNorm
+from kernels.ops import causal_conv1d, cross_entropy, linear_cross_entropy
+from mixers import DeltaNet
+from model import FAMILIES, LM, Layer, norm_of
 
 # ---------------------------------------------------------------------------------------------------- long convolutions
-
-# Its state would be all inputs, so the two mixers that use it only read whole sequences.
 
 def long_conv(u, taps):
     """y_t = sum_lag taps[lag] u_{t - lag}, by FFT: u (B, T, d), taps (at least T, d) -> (B, T, d) in u's dtype.
@@ -98,15 +98,15 @@ class BaseConv(nn.Module):
         self.conv_weight = parameter(d, self.W, start=dense(self.W))
         self.conv_bias = parameter(d, start=dense(self.W))
 
-    def forward(self, x, state=None):
-        c = causal_conv1d(x, self.conv_weight, self.conv_bias, state, silu=False, backend=self.backend)  # (B, T, d)
-        return torch.addcmul(x, c, self.proj(x)), None if state is None else conv_state(x, state, self.W)
-
-    def initial_state(self, batch_size, device):
-        return torch.zeros(batch_size, self.W - 1, self.proj.in_features, device=device)
+    def forward(self, x):
+        c = causal_conv1d(x, self.conv_weight, self.conv_bias, silu=False, backend=self.backend)  # (B, T, d)
+        return torch.addcmul(x, c, self.proj(x))
 
     def flops(self, T):
         return self.proj.in_features * (2 * self.W + 2)
+
+    def inputs_kept(self, T):
+        return self.proj.in_features * (self.W - 1)
 
 
 class LongBaseConv(nn.Module):
@@ -164,7 +164,7 @@ class Hyena(nn.Module):
 class TaylorAttention(nn.Module):
     """Based's linear attention (Arora et al. 2024): weights 1 + s + s^2 / 2 in place of e^s, s = q.k / sqrt(n), n = 8.
 
-        phi(x) = [1, x / n^(1/4), (x outer x) / sqrt(2 n)];  S = S' + phi(k)^T [v, 1]
+        phi(x) = [1, x / n^(1/4), (x outer x) / sqrt(2 n)];  S = S' + phi(k)^T [v, 1], which is all that it keeps
         [num, den] = phi(q) S;  y = W_o (num / den)
     """
 
@@ -183,21 +183,20 @@ class TaylorAttention(nn.Module):
         outer = (x[..., :, None] * x[..., None, :]).flatten(-2) * (2 * self.n) ** -0.5
         return torch.cat([torch.ones_like(x[..., :1]), x * self.n**-0.25, outer], -1)
 
-    def forward(self, x, state=None):
+    def forward(self, x):
         q, k = self.qk(x).unflatten(-1, (2, 1, self.n)).unbind(2)  # (B, T, 1, n) each
         v = self.v(x)[:, :, None]  # (B, T, 1, d)
         v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-        o, S = retention(self.features(q), self.features(k), v, torch.zeros(1, device=x.device), state=state,
-                         backend=self.backend)  # (B, T, 1, d + 1), (B, 1, 1 + n + n^2, d + 1)
-        y = self.out_proj((o[..., :-1] / o[..., -1:]).squeeze(2))
-        return y, None if state is None else S
-
-    def initial_state(self, batch_size, device):
-        return torch.zeros(batch_size, 1, 1 + self.n + self.n**2, self.v.in_features + 1, device=device)
+        o, _ = retention(self.features(q), self.features(k), v, torch.zeros(1, device=x.device),
+                         backend=self.backend)  # (B, T, 1, d + 1)
+        return self.out_proj((o[..., :-1] / o[..., -1:]).squeeze(2))
 
     def flops(self, T):
-        state = (1 + self.n + self.n**2) * (self.v.in_features + 1)
-        return 4 * state + 2 * (2 * self.n**2 + self.n)  # phi(k)^T v added (2), phi(q) S (2); phi twice
+        # phi(k)^T v added (2), phi(q) S (2); phi twice
+        return 4 * self.inputs_kept(T) + 2 * (2 * self.n**2 + self.n)
+
+    def inputs_kept(self, T):
+        return (1 + self.n + self.n**2) * (self.v.in_features + 1)
 
 
 class Attention(nn.Module):
@@ -211,22 +210,17 @@ class Attention(nn.Module):
         self.qkv = linear(d, 3 * d, start=normal(0.02), bias=constant(0.0), parts=[d, d, d])
         self.out_proj = linear(d, d, start=to_residual(config), bias=constant(0.0))
 
-    def forward(self, x, state=None):
+    def forward(self, x):
         q, k, v = self.qkv(x)[:, None].chunk(3, -1)  # (B, 1, T, d) each
-        if state is not None:
-            k, v = torch.cat([state[0], k], 2), torch.cat([state[1], v], 2)
-        T, past = q.shape[2], k.shape[2] - q.shape[2]
-        mask = torch.ones(T, past + T, dtype=torch.bool, device=x.device).tril(past) if past else None
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
-        return self.out_proj(y[:, 0]), None if state is None else (k, v)
-
-    def initial_state(self, batch_size, device):
-        empty = torch.zeros(batch_size, 1, 0, self.out_proj.in_features, device=device)
-        return empty, empty
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return self.out_proj(y[:, 0])
 
     def flops(self, T):
         return 4 * self.out_proj.in_features * (T + 1) / 2
+
+    def inputs_kept(self, T):
+        return 2 * self.out_proj.in_features * T
 
 
 # --------------------------------------------------------------------------------------------------------------- model
@@ -236,23 +230,13 @@ def having(mixer, **settings):
     return lambda config, layer: mixer(replace(config, **settings), layer)
 
 
-MIXERS = {  # name -> mixers of the layers, repeated to n_layer
-    "attention": [Attention, Attention],
+# name -> mixers of the layers, repeated to n_layer
+MIXERS = {family: mixers[:1] for family, mixers in FAMILIES.items()}
+MIXERS |= {
+    "attention": [Attention],
     "based": [BaseConv, TaylorAttention],
-    "hyena": [Hyena, Hyena],
-    "rwkv4": [RWKV4TimeMix, RWKV4TimeMix],  # the form that the paper cites
+    "hyena": [Hyena],
     "baseconv": [BaseConv, LongBaseConv],
-    "mamba": [Mamba, Mamba],
-    "longhorn": [Longhorn, Longhorn],
-    # not in Figure 4
-    "deltanet": [DeltaNet, DeltaNet],
-    "gla": [GLA, GLA],
-    "longhorn_exact": [LonghornExact, LonghornExact],
-    "gated_deltanet": [GatedDeltaNet, GatedDeltaNet],
-    "kda": [KDA, KDA],
-    "mesa": [Mesa, Mesa],
-    "mamba2": [Mamba2, Mamba2],
-    "swa": [SlidingWindow, SlidingWindow],
     # the step of the delta rule; free: keys of any length
     "deltanet_implicit": [having(DeltaNet, step="implicit")],
     "deltanet_exact": [having(DeltaNet, step="exact")],
@@ -260,8 +244,21 @@ MIXERS = {  # name -> mixers of the layers, repeated to n_layer
     "deltanet_implicit_free": [having(DeltaNet, step="implicit", normalize_keys=False)],
     "deltanet_exact_free": [having(DeltaNet, step="exact", normalize_keys=False)],
 }
-POSITIONS = {"attention"}  # mixers that need positions to tell the order of tokens
 NO_DROPOUT = {"mamba", "longhorn", "longhorn_exact"}  # the benchmark's Mamba block has none; all others drop 0.1
+
+
+class DroppingLayer(Layer):
+    """A layer that in training drops a tenth of its input."""
+
+    def forward(self, h, *given):
+        return super().forward(F.dropout(h, 0.1, self.training), *given)
+
+
+class Positions(nn.Embedding):
+    """A learned vector for each position, added to the embedding."""
+
+    def forward(self, T, state):
+        return self.weight[:T]
 
 
 class Recall(LM):
@@ -272,17 +269,19 @@ class Recall(LM):
 
     def __init__(self, config):
         super().__init__(config)
-        self.dropout = 0.0 if config.model in NO_DROPOUT else 0.1  # on the first layer's input
-        self.positions = None
-        if config.model in POSITIONS:
-            self.positions = nn.Embedding(config.block_size, config.n_embd)
+        if config.model == "attention":  # the others tell the order of tokens without
+            self.positions = Positions(config.block_size, config.n_embd)
             nn.init.normal_(self.positions.weight, std=0.02)
 
     def build_layers(self, config):
         if config.model not in MIXERS:
             raise ValueError(f"unknown mixer {config.model!r}: choose one of {', '.join(MIXERS)}")
-        norm, mixers = NORMS.get(config.model, RMSNorm), MIXERS[config.model]
-        return [Layer(config, [mixers[i % len(mixers)]], i, norm) for i in range(config.n_layer)]
+        mixers = MIXERS[config.model]
+        layers = []
+        for i in range(config.n_layer):
+            kind = Layer if i or config.model in NO_DROPOUT else DroppingLayer
+            layers.append(kind(config, [mixers[i % len(mixers)]], i, norm_of(config.model)))
+        return layers
 
     def forward(self, idx, targets=None, state=None, loss_only=False):
         """Answer at the queries.
@@ -295,15 +294,9 @@ class Recall(LM):
             (logits, loss), with a state (logits, loss, state): logits (queries, vocab_size), in the order of examples;
             without targets (B, T, vocab_size), and None as loss. The loss is in nats per query.
         """
-        h = self.embed(idx)  # (B, T, n_embd)
-        if self.positions is not None:
-            past = 0 if state is None else state[0][0][0].shape[2]  # the length of the first layer's cache
-            h = h + self.positions.weight[past:past + h.shape[1]]
-        h, after = F.dropout(self.embed_norm(h), self.dropout, self.training), []
-        for layer, s in zip(self.layers, state or [None] * len(self.layers), strict=True):
-            h, s, _ = layer(h, s)
-            after.append(s)
-        h, logits, loss = self.norm(h), None, None
+        h, after = self.through_layers(idx, state)
+        h = self.norm(h)  # (B, T, n_embd)
+        logits = loss = None
         if targets is not None:
             asked = targets >= 0
             h, targets = h[asked], targets[asked]  # (queries, n_embd), (queries,)

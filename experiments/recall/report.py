@@ -88,12 +88,7 @@ def pooled(shares):
 
 
 def mann_whitney(a, b):
-    """Two-sided p that two samples have the same distribution, exact also with ties; inf ties with inf.
-
-    None if a sample has fewer than two values.
-    """
-    if min(len(a), len(b)) < 2:
-        return None
+    """Two-sided p that two samples have the same distribution, exact also with ties; inf ties with inf."""
     ranks = (2 * rankdata([*a, *b])).astype(int).tolist()  # doubled, so that those of ties are integers
     ways = [Counter({0: 1})] + [Counter() for _ in a]  # ways[k][s]: how many choices of k ranks have the sum s
     for rank in ranks:
@@ -159,12 +154,10 @@ def panels(points):
             continue
         curves = {}
         for p in group:
-            c = curves.setdefault(p["mixer"], Curve(p["mixer"], p["name"], [], [], [], []))
-            c.x.append(p["n_embd"])
-            c.y.append(p["recall"])
-            c.low.append(min(p["recalls"]))
-            c.high.append(max(p["recalls"]))
-        drawn.append(Panel(title, "width", "recall", [*curves.values()], log="x"))
+            point = p["n_embd"], p["recall"], min(p["recalls"]), max(p["recalls"])
+            curves.setdefault((p["mixer"], p["name"]), []).append(point)
+        curves = [Curve(*of, *zip(*points, strict=True)) for of, points in curves.items()]
+        drawn.append(Panel(title, "width", "recall", curves, log="x"))
     return drawn
 
 

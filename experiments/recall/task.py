@@ -13,7 +13,6 @@ repeats, and only the repeats are drawn again.
 """
 
 import hashlib
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -37,8 +36,6 @@ class Task:
     power_a: float = 0.01  # a of the slots' power law
 
     def __post_init__(self):
-        if max(self.T, self.pairs, self.vocab_size) > 2**31 - 1:
-            raise ConfigError(f"T={self.T}, pairs={self.pairs}, vocab_size={self.vocab_size}: each at most {2**31 - 1}")
         if not self.pairs:
             if self.T not in PAIRS:
                 raise ConfigError(f"the benchmark has no number of pairs for T={self.T}, only for "
@@ -59,11 +56,6 @@ class Task:
     def slots(self):
         """S, the number of slots for queries."""
         return (self.T - 2 * self.pairs) // 2
-
-    def slot_probabilities(self):
-        """p(i) of the first query, (S,), float64."""
-        p = np.arange(1, self.slots + 1, dtype=np.float64) ** (self.power_a - 1)
-        return p / p.sum()
 
 
 @dataclass
@@ -96,35 +88,38 @@ class Examples:
         return digest.hexdigest()
 
 
-def generate(task, n, seed, split="train", threads=0):
-    """Examples of the task, which depend on (task, seed, split) alone; the first m are the same for every n >= m.
+def generate(task, n, seed, split="train", threads=1):
+    """n Examples of the task, which depend on (task, seed, split) alone; the first m are the same for every n >= m.
 
     Args:
-        n: number of examples; seed: 0 <= seed < 2**32; split: "train", "test" or "pairs", each with its own draws.
-        threads: 0: one per core.
+        seed: 0 <= seed < 2**32; split: a key of SPLITS, each with its own draws.
 
     Returns: Examples of 16-bit integers, or 32-bit if V or T need them.
     """
     kind = np.int16 if max(task.vocab_size, task.T) < 2**15 else np.int32
     out = Examples(np.zeros((n, task.T), kind), np.empty((n, task.pairs), kind), np.empty((n, task.pairs), kind))
     # The bits of a positive float64 sort like the number: the last few hold the slot, 40 or more the waiting time.
-    p, mask = task.slot_probabilities(), np.uint64((1 << task.slots.bit_length()) - 1)
+    mask = np.uint64((1 << task.slots.bit_length()) - 1)
     half, P = task.vocab_size // 2, task.pairs
+    p = np.arange(1, task.slots + 1, dtype=np.float64) ** (task.power_a - 1)
+    p /= p.sum()  # of the first query
 
     def draw(block):
         rows = slice(block * BLOCK, min((block + 1) * BLOCK, n))
-        m, rng = rows.stop - rows.start, np.random.default_rng([seed, SPLITS[split], block])
+        m = rows.stop - rows.start
+        rng = np.random.default_rng([seed, SPLITS[split], block])
         clocks = rng.standard_exponential((BLOCK, task.slots)) / p
         codes = clocks.view(np.uint64) & ~mask | np.arange(task.slots, dtype=np.uint64)
         first = np.sort(np.partition(codes, P - 1, axis=1)[:, :P], axis=1) & mask  # (BLOCK, P), in their order
-        keys, values = 1 + distinct(rng, BLOCK, P, half - 1), half + distinct(rng, BLOCK, P, task.vocab_size - half)
-        out.where[rows] = (2 * P + 2 * first.astype(np.int64))[:m]
-        out.values[rows] = values[:m]
+        keys = 1 + distinct(rng, BLOCK, P, half - 1)[:m]
+        out.values[rows] = half + distinct(rng, BLOCK, P, task.vocab_size - half)[:m]
+        out.where[rows] = 2 * P + 2 * first[:m].astype(np.int64)
         tokens = out.tokens[rows]
-        tokens[:, 0:2 * P:2], tokens[:, 1:2 * P:2] = keys[:m], values[:m]
-        np.put_along_axis(tokens, out.where[rows].astype(np.int64), keys[:m].astype(kind), 1)
+        tokens[:, 0:2 * P:2] = keys
+        tokens[:, 1:2 * P:2] = out.values[rows]
+        np.put_along_axis(tokens, out.where[rows].astype(np.int64), keys.astype(kind), 1)
 
-    with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:  # NumPy releases the GIL
+    with ThreadPoolExecutor(threads) as pool:  # NumPy releases the GIL
         list(pool.map(draw, range(-(-n // BLOCK))))
     return out
 
