@@ -17,7 +17,7 @@ only what precedes it differs. The longest sequences lie within one document whe
     loss(T) = mean of the K sequences' mean losses, +- s / sqrt(K); compared with the training length by sequence
 
 Text is read in chunks, the state carried from one to the next, so memory grows with T for LLaMA only, whose cache is
-its state. Where it runs out, that length is left out, and the record says why.
+its state. Where it runs out, that length and longer ones are left out.
 
 A lower loss at a longer T says little about a long memory: of a short T's tokens more stand near a beginning, where
 nothing can be known yet. More telling is the loss of the same tokens in the longest T minus their loss when cut at the
@@ -53,6 +53,7 @@ from experiments import extrapolation_report, sweep  # noqa: E402
 from experiments.extrapolation_report import in_words, mean_and_error  # noqa: E402
 from experiments.sweeps.experiment import Experiment, Report, Run  # noqa: E402
 from experiments.sweeps.runner import Cell  # noqa: E402
+from inspection.counting import initial_tensors  # noqa: E402
 from mixers import RWKV4TimeMix  # noqa: E402
 from model import LM, tensors_of  # noqa: E402
 from runtime.distributed import named_device, pick_dtype  # noqa: E402
@@ -97,20 +98,6 @@ def plan(preset, families=(), seeds=(), extra=()):
 
 # ------------------------------------------------------------------------------------------------------------- the text
 
-def check_lengths(lengths, limit, where):
-    """Sorted lengths. Raises ConfigError where one is too long or does not divide the longest."""
-    lengths = sorted(lengths)
-    longest = lengths[-1]
-    if longest > limit:
-        raise ConfigError(f"--lengths: {longest} is longer than {where} ({limit + 1:,} tokens; a sequence needs one "
-                          "more than its length): choose shorter ones, or prepare more data")
-    for T in lengths:
-        if longest % T:
-            raise ConfigError(f"--lengths: {T} does not divide the longest, {longest}, and both must be cut from the "
-                              "same tokens: choose one that does")
-    return lengths
-
-
 def longest_sequences(n_tokens, documents, longest, eval_tokens=0):
     """(where the longest sequences begin, in order; the names of their documents, or None where they cross them).
 
@@ -119,6 +106,7 @@ def longest_sequences(n_tokens, documents, longest, eval_tokens=0):
     Args:
         n_tokens: of the split; documents: [{'name', 'start', 'tokens'}] or None; longest: tokens per sequence.
         eval_tokens: predict at most this many tokens, of sequences taken from all documents in turn; 0: all there are.
+    Raises ConfigError if that is less than one sequence.
     """
     inside = []  # (which of its document, start, document): sorted, each document's first come first
     for document in documents or ():
@@ -126,9 +114,11 @@ def longest_sequences(n_tokens, documents, longest, eval_tokens=0):
             inside.append((i, document["start"] + i * longest, document["name"]))
     inside.sort()
     count = len(inside) or (n_tokens - 1) // longest
-    n = min(count, eval_tokens // longest) if eval_tokens else count
+    n = min(count, (eval_tokens or n_tokens) // longest)
     if n < 1:
-        raise ConfigError(f"--eval_tokens={eval_tokens} is less than one sequence of the longest length, {longest}")
+        raise ConfigError(f"--lengths: {longest} tokens, and one more to predict, are longer than the text "
+                          f"({n_tokens:,} tokens) or than --eval_tokens={eval_tokens}: choose shorter ones, or prepare "
+                          "more data")
     if not inside:
         return [i * count // n * longest for i in range(n)], None  # evenly over the split
     chosen = sorted((start, name) for _, start, name in inside[:n])
@@ -149,19 +139,16 @@ def in_bins(losses):
 # -------------------------------------------------------------------------------------------------------------- reading
 
 @torch.no_grad()
-def read(lm, x, y, chunk, also=()):
-    """Yield (end, losses (B, tokens of the piece) float32, state) piece by piece, for x and y (B, T) of tokens.
-
-    A piece ends after every `chunk` tokens, and at the positions in `also`.
-    """
-    B, T = x.shape
-    state, start = lm.initial_state(B), 0
-    for end in sorted({T, *range(chunk, T, chunk), *also}):
-        logits, _, state = lm(x[:, start:end], state=state)  # (B, t, V)
-        losses = F.cross_entropy(logits.float().flatten(0, 1), y[:, start:end].flatten(), reduction="none")
-        del logits  # otherwise it would stay beside the next piece's
-        yield end, losses.view(B, -1), state
-        start = end
+def read(lm, x, y, chunk):
+    """(losses (B, T) in nats, float64 on the CPU; the state at the end) for x and y (B, T) of tokens."""
+    device = lm.embed.weight.device
+    state, losses = lm.initial_state(len(x)), []
+    for part, following in zip(x.split(chunk, 1), y.split(chunk, 1), strict=True):
+        logits, _, state = lm(part.to(device), state=state)  # (B, t, V)
+        piece = F.cross_entropy(logits.float().flatten(0, 1), following.to(device).flatten(), reduction="none")
+        del logits  # otherwise it would stay beside the next part's
+        losses.append(piece.view(part.shape).double().cpu())
+    return torch.cat(losses, 1), state
 
 
 def recurrent(branch, state):
@@ -170,15 +157,12 @@ def recurrent(branch, state):
     Left out are what grows with the text (a cache), and the last tokens that convolutions and token shifts look back
     at. RWKV-4 keeps numerator and denominator over a common exponent that moves; its output depends on their ratio.
     """
-    if not branch.has_state:
-        return None
     if isinstance(branch.mixer, RWKV4TimeMix):
         return state[1] / state[2]
-    first = branch.initial_state(1, "cpu")
-    if isinstance(state, tuple) and state:
-        state, first = state[-1], first[-1]
-    grows = not isinstance(state, torch.Tensor) or state.shape[1:] != first.shape[1:]
-    return None if grows or state.dim() < 3 else state
+    first = initial_tensors(branch.mixer)
+    if not first or first[-1].dim() < 3 or 0 in first[-1].shape:
+        return None
+    return tensors_of(state)[-1]
 
 
 def read_length(lm, rows, T, chunk, batch_size):
@@ -188,17 +172,15 @@ def read_length(lm, rows, T, chunk, batch_size):
 
     Returns: the losses of all tokens in nats, (K, M) float64, and the bytes of one sequence's state at its end.
     """
-    device = lm.embed.weight.device
-    x, y = rows[:, :-1].reshape(-1, T), rows[:, 1:].reshape(-1, T)  # (K M / T, T)
-    losses = torch.zeros(x.shape, dtype=torch.float64)
     at_once = batch_size * max(1, chunk // T)
-    for at in range(0, len(x), at_once):
-        part = slice(at, at + at_once)
-        for end, piece, state in read(lm, x[part].to(device), y[part].to(device), chunk):
-            losses[part, end - piece.shape[1]:end] = piece
-            held = sum(tensor.nbytes for tensor in tensors_of(state)) // len(piece)
-            del state
-    return losses.view(len(rows), -1).numpy(), held
+    x, y = (tokens.reshape(-1, T).split(at_once) for tokens in (rows[:, :-1], rows[:, 1:]))  # (at_once, T) each
+    losses = []
+    for part, following in zip(x, y, strict=True):
+        piece, state = read(lm, part, following, chunk)
+        losses.append(piece)
+        held = sum(tensor.nbytes for tensor in tensors_of(state)) // len(part)
+        del state
+    return torch.cat(losses).view(len(rows), -1).numpy(), held
 
 
 def state_norms(lm, rows, positions, chunk):
@@ -206,14 +188,13 @@ def state_norms(lm, rows, positions, chunk):
 
     rms: the root mean square of a row's state, its mean over the rows.
     """
-    norms, device = {}, lm.embed.weight.device
-    for end, _, state in read(lm, rows[:, :-1].to(device), rows[:, 1:].to(device), chunk, positions):
-        if end not in positions:
-            continue
-        for i, ((_, branch), s) in enumerate(zip(lm.branches(), sum(state, []), strict=True)):
-            s = recurrent(branch, s)
-            if s is not None:
-                rms = s.double().flatten(1).square().mean(1).sqrt().mean().item()
+    norms = {}
+    for end in positions:
+        _, states = read(lm, rows[:, :end], rows[:, 1:end + 1], chunk)
+        for i, ((_, branch), state) in enumerate(zip(lm.branches(), sum(states, []), strict=True)):
+            state = recurrent(branch, state)
+            if state is not None:
+                rms = state.double().flatten(1).square().mean(1).sqrt().mean().item()
                 entry = norms.setdefault(f"{i} {type(branch.mixer).__name__}", {"positions": [], "rms": []})
                 entry["positions"].append(end)
                 entry["rms"].append(rms)
@@ -245,9 +226,7 @@ def summary(losses, T, reference=None):
 
 def measure(lm, rows, lengths, trained, chunk, batch_size):
     """([a record per length], state norms at the longest) of rows (K, M + 1) of tokens; trained: the training length.
-
-    A length for which memory runs out, and what is longer, has only 'left_out', the reason.
-    """
+    From the length on for which memory runs out there are no records, and no norms."""
     measured, reference, device = [], None, lm.embed.weight.device
     few = min(chunk, lengths[0])
     read_length(lm, rows[:1, : few + 1], few, chunk, 1)  # what is built, loaded and started once is not in the times
@@ -256,12 +235,11 @@ def measure(lm, rows, lengths, trained, chunk, batch_size):
         try:
             losses, held = read_length(lm, rows, T, chunk, batch_size)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            if not (measured and is_out_of_memory(error)):
                 raise
-            reason = (f"memory ran out at {T} tokens ({in_one_line(error)}): take a smaller --batch_size "
-                      f"({batch_size}) or --chunk ({chunk})")
-            print(f"  {T:7} left out: {reason}")
-            return measured + [{"length": left, "left_out": reason} for left in lengths if left >= T], {}
+            print(f"  {T:7} and longer left out: memory ran out ({in_one_line(error)}): take a smaller --batch_size "
+                  f"({batch_size}) or --chunk ({chunk})")
+            return measured, {}
         row = summary(losses, T, reference)
         if T == trained or T == lengths[0] and trained not in lengths:
             reference = T, losses
@@ -271,9 +249,8 @@ def measure(lm, rows, lengths, trained, chunk, batch_size):
         measured.append(row)
         print(f"  {T:7}  loss {row['loss']:.4f} +- {row['loss_standard_error']:.4f}, "
               f"perplexity {row['perplexity']:.3f}, {row['tokens_per_second']:,.0f} tokens/s", flush=True)
-    # separately, in other pieces: what was measured above is of whole chunks
     every = -(-len(rows) // NORM_SEQUENCES)
-    positions = {min(trained, lengths[-1]), lengths[-1]}
+    positions = sorted({min(trained, lengths[-1]), lengths[-1]})
     return measured, state_norms(lm, rows[::every], positions, chunk)
 
 
@@ -297,13 +274,15 @@ def cut_text(lm, dataset, trained_on, folder, args):
         raise ConfigError(f"the data in {data_folder} is not what {folder} was trained on (its sha256 differs), and "
                           "may hold its training text: prepare it as before, or name other text with --dataset")
     documents = (data.meta.get("documents") or {}).get("val")
-    limit = len(data.val) - 1
-    lengths = args.lengths
+    lengths = sorted(args.lengths)
     if not lengths:  # 1, 2, 4, 8 and 16 times trained, within documents
-        within = max((d["tokens"] - 1 for d in documents or ()), default=limit)
-        lengths = [trained, *(T for T in (trained << i for i in range(1, 5)) if T <= min(within, limit))]
-    lengths = check_lengths(lengths, limit, data_folder / "val.bin")
+        within = max((d["tokens"] for d in documents or ()), default=len(data.val))
+        lengths = [trained << i for i in range(5) if not i or trained << i < within]
     longest = lengths[-1]
+    for T in lengths:
+        if longest % T:
+            raise ConfigError(f"--lengths: {T} does not divide the longest, {longest}, and both must be cut from the "
+                              "same tokens: choose one that does")
     starts, names = longest_sequences(len(data.val), documents, longest, args.eval_tokens)
     rows = np.stack([data.val[start:start + longest + 1] for start in starts]).astype(np.int64)
     text = {"dataset": data_folder.name, "val_sha256": data.sha256["val"], "trained_on_this_data": same,
@@ -388,10 +367,10 @@ class Extrapolation(Experiment):
 
     def run(self):
         args = self.args
-        if args.command == "run":
-            self.record = record_file(args, self.name.format(**vars(args)))
+        trains = args.command == "run"
+        self.record = record_file(args, self.name.format(**vars(args)) if trains else "extrapolation")
+        if trains:
             return super().run()
-        self.record = record_file(args, "extrapolation")
         runs = {Path(folder).resolve().name: folder for folder in args.checkpoint}
         if not runs or len(runs) < len(args.checkpoint):
             raise ConfigError(f"--checkpoint: {len(args.checkpoint)} folders of {len(runs)} names; give folders of "
@@ -423,10 +402,11 @@ class Extrapolation(Experiment):
         """Evaluate the checkpoints of {name: folder}, each added to the record in the place of its own; report."""
         for name, folder in runs.items():
             new = evaluate(folder, self.args, name)
-            old = lambda r, run=name: r["run"] == run or r["run"].startswith(f"{run}, last ")  # see `evaluate`
+            kept = []
             with fields(f"{self.record}: its records"):
-                kept = read_json(self.record)["extrapolation"] if self.record.exists() else []
-                kept = [r for r in kept if not old(r)]
+                for r in read_json(self.record)["extrapolation"] if self.record.exists() else ():
+                    if r["run"].partition(", last ")[0] != name:  # see `evaluate`
+                        kept.append(r)
             write_record(self.record, {"extrapolation": [*kept, *new]})
         self.folder = self.record
         super().finish()

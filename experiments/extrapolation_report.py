@@ -45,14 +45,9 @@ def by_name(runs):
     return groups
 
 
-def was_read(run):
-    """The measurements of the lengths that were read."""
-    return [x for x in run.lengths if "left_out" not in x]
-
-
 def read_at(seeds, T):
     """The measurements at length T, for the seeds that were read that far."""
-    return [x for r in seeds for x in was_read(r) if x["length"] == T]
+    return [x for r in seeds for x in r.lengths if x["length"] == T]
 
 
 def perplexity(measured):
@@ -88,13 +83,11 @@ def costs(groups):
     """Rows of a table: memory, speed and states of each run's first seed, at the longest length that was read."""
     rows = []
     for name, (run, *_) in groups.items():
-        measured = was_read(run)
-        if measured:
-            x = measured[-1]
-            loud = loudest(run.state_norms)
-            rows.append({**x, "name": name, "first_state": measured[0]["state_bytes_per_sequence"] / MIB,
-                         "state": x["state_bytes_per_sequence"] / MIB, "peak": (x["peak_bytes"] or math.nan) / MIB,
-                         "rms_trained": loud.get(run.block_size), "rms": loud.get(x["length"])})
+        x = run.lengths[-1]
+        loud = loudest(run.state_norms)
+        rows.append({**x, "name": name, "first_state": run.lengths[0]["state_bytes_per_sequence"] / MIB,
+                     "state": x["state_bytes_per_sequence"] / MIB, "peak": (x["peak_bytes"] or math.nan) / MIB,
+                     "rms_trained": loud.get(run.block_size), "rms": loud.get(x["length"])})
     return rows
 
 
@@ -118,15 +111,13 @@ def page(runs):
             at = read_at(seeds, T)
             row[f"T = {T}"] = perplexity(at) if len(at) == len(seeds) else DASH
         rows.append(row)
-    missing = [f"Left out: {r.run} at {x['length']}: {x['left_out']}."
-               for r in runs.itertuples() for x in r.lengths if "left_out" in x]
     threads, precisions = (" and ".join(map(str, runs[key].unique())) for key in ("threads", "dtype"))
     most = max(map(len, groups.values()))
     about = f"{in_words(runs.text.iloc[0])}; {threads} threads, {precisions}; up to {most} training seeds each"
     if len({text["sha256"] for text in runs.text}) > 1:
         about += "; NOT all curves are of the same text: do not compare them"
     return pages.Page([], [escaped(f"{about}.")], panels(groups), [
-        table(rows), PERPLEXITY, *map(escaped, missing), table(differences(groups, lengths)),
+        table(rows), PERPLEXITY, table(differences(groups, lengths)),
         table(costs(groups), COSTS)])
 
 
@@ -138,17 +129,10 @@ def panels(groups):
     for name, seeds in groups.items():
         for r in seeds:
             trained.add(r.block_size)
-            measured = was_read(r)
-            if not measured:
-                continue
-            label = ""
-            if r is seeds[0]:
-                label = name if len(measured) == len(r.lengths) else f"{name} (memory ended)"
-            lengths = [x["length"] for x in measured]
-            losses = [x["loss"] for x in measured]
-            errors = [x["loss_standard_error"] for x in measured]
+            label = name if r is seeds[0] else ""
+            lengths, losses, errors = ([x[key] for x in r.lengths] for key in ("length", "loss", "loss_standard_error"))
             of_length.append(Curve(name, label, lengths, *map(np.exp, interval(losses, errors))))
-            by = measured[-1].get("difference_by_place")
+            by = r.lengths[-1].get("difference_by_place")
             if by:
                 middles = [math.sqrt(max(1, low) * high) for low, high in itertools.pairwise(by["edges"])]
                 around = interval(by["difference"], by["difference_standard_error"])
