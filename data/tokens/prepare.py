@@ -55,7 +55,7 @@ from data.tokens.sources import (
     stamps,
 )
 from data.writer import finish, finished, preparing, run, token_dtype, write_sealed, write_split
-from runtime.records import BadRecord, fields
+from runtime.records import BadRecord
 
 MISTRAL = "hf:mistralai/Mistral-7B-v0.1"
 OWT, NANOGPT_SPLIT = "Skylion007/openwebtext", {"val_fraction": 0.0005, "shuffle": 2357}
@@ -157,17 +157,15 @@ class Piece:
     end: bool = False
 
 
-def in_batches(units, reading, splitting, first=0, items=0):
-    """(unit, items of it so far, [Piece, ...]) per BATCH_CHARS characters, after so many of unit `first`.
-
-    Raises DataError.
-    """
-    for unit in range(first if splitting.cut is None else 0, len(units)):
+def in_batches(work, share, first, items):
+    """(unit, items of it so far, [Piece, ...]) per BATCH_CHARS characters of a share of the units, after so many of
+    unit `first`. Raises DataError."""
+    for unit in share if work.splitting.cut is not None else range(first, share.stop):
         batch, chars, number, n = [], 0, 0, 0
         before, last = "", None
         done = items if unit == first else 0
-        for n, (official, text, end) in enumerate(documents(units[unit], reading), 1):
-            for split, part in splitting.parts(official, f"{unit}/{number}", text):
+        for n, (official, text, end) in enumerate(documents(work.units[unit], work.reading), 1):
+            for split, part in work.splitting.parts(official, f"{unit}/{number}", text):
                 if split != last:
                     before = ""
                 batch.append(Piece(split, part, before))
@@ -222,61 +220,57 @@ def encode(text, batch, dtype):
     return encoded
 
 
-def encode_shards(folder, shards, work, workers):
-    """Write the shards that follow `shards` and append their records: {"unit", "items" of it so far, "splits"}. Yields
-    after each of them."""
+def encode_shards(out, part, shards, share, work, workers):
+    """Write the shards of a share of the units that follow `shards`, as PART00005.train.bin, and append their records:
+    {"unit", "items" of it so far, "splits"}. Yields after each of them."""
     from tqdm import tqdm
 
     text, dtype = work.text, np.dtype(DTYPES[token_dtype(work.text.n_vocab)])
-    parts = {split: [] for split in SPLITS}
-    start = (shards[-1]["unit"], shards[-1]["items"]) if shards else ()
+    encoded = {split: [] for split in SPLITS}
+    start = (shards[-1]["unit"], shards[-1]["items"]) if shards else (share.start, 0)
     with ThreadPoolExecutor(workers) as pool, tqdm(unit=" tokens", unit_scale=True) as bar:
         # threads: tokenizers are written in Rust, and release the GIL
         submitted = ((unit, items, pool.submit(encode, text, batch, dtype))
-                     for unit, items, batch in in_batches(work.units, work.reading, work.splitting, *start))
+                     for unit, items, batch in in_batches(work, share, *start))
         waiting = list(itertools.islice(submitted, 2 * workers))
         while waiting:
-            unit, items, encoded = waiting.pop(0)
-            for split, part in encoded.result().items():
-                parts[split].append(part)
-                bar.update(len(part[0]))
+            unit, items, batch = waiting.pop(0)
+            for split, of_batch in batch.result().items():
+                encoded[split].append(of_batch)
+                bar.update(len(of_batch[0]))
             waiting += itertools.islice(submitted, 1)
             bar.set_description(f"file {unit + 1} of {len(work.units)}")
-            if not waiting or sum(len(ids) for split in SPLITS for ids, _, _ in parts[split]) >= SHARD_TOKENS:
-                splits = write_shard(folder, f"{len(shards):05d}.", parts, text.n_vocab)
+            if not waiting or sum(len(ids) for split in SPLITS for ids, _, _ in encoded[split]) >= SHARD_TOKENS:
+                splits = write_shard(out, f"{part}{len(shards):05d}", encoded, text.n_vocab)
                 shards.append({"unit": unit, "items": items, "splits": splits})
-                parts = {split: [] for split in SPLITS}
+                encoded = {split: [] for split in SPLITS}
                 yield
 
 
-def write_shard(folder, prefix, parts, n_vocab):
-    """Write PREFIXtrain.bin and PREFIXval.bin, those with any tokens. Returns {split: its entry for meta.json}.
+def write_shard(out, name, encoded, n_vocab):
+    """Write NAME.train.bin and NAME.val.bin, those with any tokens. Returns {split: its entry for meta.json}.
 
-    parts: {split: [(tokens, bytes, documents), ...]}.
+    encoded: {split: [(tokens, bytes, documents), ...]}.
     """
     entries = {}
-    for split, of in parts.items():
-        if any(len(ids) for ids, _, _ in of):
-            name = f"{prefix}{split}.bin"
-            entries[split] = {"file": name, **write_split(folder / name, (ids for ids, _, _ in of), n_vocab),
-                              "bytes": total(size for _, size, _ in of), "documents": sum(n for _, _, n in of)}
+    for split, of_split in encoded.items():
+        arrays, sizes, documents_in = zip(*of_split, strict=True)
+        if any(map(len, arrays)):
+            file = f"{name}.{split}.bin"
+            entries[split] = {"file": file, **write_split(out / file, arrays, n_vocab), "bytes": total(sizes),
+                              "documents": sum(documents_in)}
     return entries
 
 
 def total(sizes):
     """Their sum; None if one of them is not known."""
-    sizes = list(sizes)
     return None if None in sizes else sum(sizes)
 
 
-def is_whole(folder, splits, n_vocab, read=False):
-    """Whether the files of a shard are there in full; with `read`, also whether their content is the recorded one."""
-    itemsize = np.dtype(DTYPES[token_dtype(n_vocab)]).itemsize
-    for entry in splits.values():
-        path, size = folder / entry["file"], entry["tokens"] * itemsize
-        if not path.is_file() or path.stat().st_size != size or read and file_sha256(path) != entry["sha256"]:
-            return False
-    return True
+def is_whole(out, splits):
+    """Whether the files of a shard are there, with the recorded content."""
+    files = [(out / entry["file"], entry["sha256"]) for entry in splits.values()]
+    return all(path.is_file() and file_sha256(path) == sha256 for path, sha256 in files)
 
 
 def finish_shards(folder, shards, meta):
@@ -286,7 +280,7 @@ def finish_shards(folder, shards, meta):
         entries = [shard[split] for shard in shards if split in shard]
         if not entries:
             raise DataError(f"no document of {folder} is in {split}: choose another --val_fraction, or add documents")
-        counts = {key: total(entry[key] for entry in entries) for key in ("tokens", "bytes", "documents")}
+        counts = {key: total([entry[key] for entry in entries]) for key in ("tokens", "bytes", "documents")}
         splits[split] = {
             **counts,
             "max_token": max(entry["max_token"] for entry in entries),
@@ -416,12 +410,39 @@ def discard(folder):
 
 
 def inputs_of(path):
-    """What a plan.json or meta.json was made from; None where there is no such file, or nothing was made yet."""
+    """What a plan.json or meta.json was made from; None where there is no such file."""
     try:
-        record = read_sealed(path)
+        return read_sealed(path).get("inputs") or "unknown"
     except BadRecord:
         return "unknown" if path.exists() else None
-    return None if record.get("shards") == [] else record.get("inputs") or "unknown"
+
+
+def recorded(out, part, inputs):
+    """What is made of a part, as PARTplan.json has it."""
+    path = out / f"{part}plan.json"
+    known = read_sealed(path) if inputs_of(path) == inputs else {}
+    return {"inputs": inputs, "shards": [], "ended": False, **known}
+
+
+def prepare_part(out, part, share, work, workers):
+    """Write the shards of a share of the units, PART00000.train.bin and so on, after those that are there."""
+    record = recorded(out, part, work.meta["inputs"])
+    shards = list(itertools.takewhile(lambda shard: is_whole(out, shard["splits"]), record["shards"]))
+    if record["ended"] and shards == record["shards"]:
+        return
+    record |= {"shards": shards, "ended": False}
+    for _ in encode_shards(out, part, shards, share, work, workers):
+        check_unchanged(work.before)
+        write_sealed(out / f"{part}plan.json", record)
+    write_sealed(out / f"{part}plan.json", {**record, "ended": True})
+
+
+def join(out, parts, meta):
+    """Write meta.json, if all parts are made. Returns Tokens, or None."""
+    records = [recorded(out, part, meta["inputs"]) for part in parts]
+    if not all(record["ended"] for record in records):
+        return None
+    return finish_shards(out, [shard["splits"] for record in records for shard in record["shards"]], meta)
 
 
 def prepare(out, workers=1, force=False, **choices):
@@ -434,21 +455,12 @@ def prepare(out, workers=1, force=False, **choices):
     with preparing(out) as folder:
         if tokens := begin(folder, meta["inputs"], force):
             return tokens
-        path, shards = folder / "plan.json", []
-        if inputs_of(path):
-            with fields(f"{path}: its records"):
-                shards += itertools.takewhile(lambda shard: is_whole(folder, shard["splits"], work.text.n_vocab, True),
-                                              read_sealed(path)["shards"])
-        save = lambda: write_sealed(path, {"inputs": meta["inputs"], "shards": shards})
-        save()
         try:
             if recipe["shuffle"] is not None:
                 work.units = shuffled_units(recipe["source"], recipe["subset"], work.units, work.reading,
                                             recipe["val_fraction"], recipe["shuffle"], meta["inputs"], work.before)
-            for _ in encode_shards(folder, shards, work, workers):
-                check_unchanged(work.before)
-                save()
-            return finish_shards(folder, [shard["splits"] for shard in shards], meta)
+            prepare_part(folder, "", range(len(work.units)), work, workers)
+            return join(folder, [""], meta)
         except DataError:
             if work.before:  # local files, of which the same would fail again, and others need other shards
                 discard(folder)
@@ -497,16 +509,15 @@ def read(options_class, doc):
 
 
 def say(tokens):
-    """Print what a finished folder holds."""
+    """Print what a finished folder holds; warn of OpenWebText that is not nanoGPT's."""
     counts = (f"{s['tokens']:,} tokens of {s['documents']:,} documents" for s in tokens.meta["splits"].values())
     print(f"{tokens.folder}: {next(counts)} to train on, {next(counts)} for validation")
+    if warning := count_warning(tokens.meta):
+        print(warning, file=sys.stderr)
 
 
 def main():
-    tokens = prepare(**read(Options, __doc__))
-    say(tokens)
-    if warning := count_warning(tokens.meta):
-        print(warning, file=sys.stderr)
+    say(prepare(**read(Options, __doc__)))
 
 
 if __name__ == "__main__":
