@@ -5,8 +5,8 @@ embedding look-up does not; causal attention counts only the visible half; a rec
 however it is computed. The backward counts twice the forward; recomputation is not counted.
 
 A parameter that any module holds counts, once. A layer or map that stands in two places runs, and keeps a state, twice.
-An nn.Linear on the model with the embedding's shape is the head, which is then not tied. An average of weights
-(AveragedModel, or a frozen copy) does not count. Experts of which a token passes some set `active_share` on the module
+An nn.Linear on the model with the embedding's shape is the head, which is then not tied. An average of the weights
+belongs in buffers, which do not count. Experts of which a token passes some set `active_share` on the module
 that holds them, as 2 / 8, by which their maps are multiplied. A map whose weight is a bare parameter has no FLOPs here:
 make it an nn.Linear.
 """
@@ -15,7 +15,6 @@ import math
 
 import torch
 import torch.nn as nn
-from torch.optim.swa_utils import AveragedModel
 
 from kernels import choose
 from model import Branch, tensors_of, where_is
@@ -81,23 +80,6 @@ def initial_tensors(mixer):
     return tensors_of(mixer.initial_state(1, device))
 
 
-def averages(model):
-    """The modules and parameters that hold an average of a model's weights: in an AveragedModel, or in a frozen copy of
-    the model or of one of its modules."""
-    trained = list(filter(None, [shapes(module, True) for module in (model, *model.children())]))
-    holders = [m for m in model.modules() if isinstance(m, AveragedModel)]
-    holders += [m for m in model.children() if shapes(m, False) in trained]
-    held = set()
-    for holder in holders:
-        held.update(holder.modules(), holder.parameters())
-    return held
-
-
-def shapes(module, trained):
-    """[(name, shape)] of its parameters that are trained, or not."""
-    return [(name, p.shape) for name, p in module.named_parameters() if p.requires_grad == trained]
-
-
 def forward_flops(modules, T):
     """Forward FLOPs per token of the linear maps among `modules`, and of the mixers of the branches among them."""
     modules = list(modules)
@@ -116,9 +98,9 @@ def flops_per_token(model, T=None):
     if hasattr(model, "forward_flops"):
         forward = model.forward_flops(T)
     else:
-        left_out, embed = averages(model), getattr(getattr(model, "embed", None), "weight", torch.empty(0))
+        embed = getattr(getattr(model, "embed", None), "weight", torch.empty(0))
         untied = any(isinstance(m, nn.Linear) and m.weight.shape == embed.shape for m in model.children())
-        running = [m for _, m in model.named_modules(remove_duplicate=False) if m not in left_out]
+        running = [m for _, m in model.named_modules(remove_duplicate=False)]
         forward = forward_flops(running, T) + (0 if untied else 2 * embed.numel())
     return {"forward": forward, "backward": 2 * forward, "total": 3 * forward}
 
@@ -146,14 +128,14 @@ def cost_of_step(model, tokens):
 def parameter_count(model):
     """{part: parameters}: each class of mixers, norms, positions, the embedding (tied with the head), others and the
     total. A model's `rest` is the name of all that is not of mixers, norms and positions."""
-    averaged, counted = averages(model), set()
+    counted = set()
 
     def count(*modules):
         new = {p for module in modules for p in module.parameters()} - counted
         counted.update(new)
         return sum(p.numel() for p in new)
 
-    total = sum(p.numel() for p in model.parameters() if p not in averaged)
+    total = sum(p.numel() for p in model.parameters())
     if not hasattr(model, "branches"):
         return {"total": total}
     parts = {"norms": count(model.norm, model.embed_norm)}
@@ -172,15 +154,9 @@ def parameter_count(model):
 
 
 def running_branches(model):
-    """A model's branches in every place where they stand, without those of an average of weights; [] if it is not an
-    LM."""
-    left_out = averages(model)
+    """A model's branches in every place where they stand; [] if it is not an LM."""
     branches = {branch for _, branch in model.branches()} if hasattr(model, "branches") else ()  # any model.py
-    running = []
-    for _, module in model.named_modules(remove_duplicate=False):
-        if module in branches and module not in left_out:
-            running.append(module)
-    return running
+    return [module for _, module in model.named_modules(remove_duplicate=False) if module in branches]
 
 
 def state_size(model, T=None):

@@ -42,12 +42,11 @@ def constants(values):
 
 
 def sizes_to_try(model):
-    """Settings of toys: small; as wide as two heads; as wide as the model; and more of its layers and other sizes."""
+    """Settings of toys: small; as wide as two heads; with the model's own sizes; and with all of its layers."""
     if hasattr(model, "toy"):
         return [{}]
-    c = model.config
-    two_heads, as_wide = {"n_embd": 2 * (c.n_embd // c.n_head)}, dict(n_embd=c.n_embd, n_head=c.n_head)
-    sizes = [SIZES, SIZES | two_heads, SIZES | as_wide | {"mlp_multiple": c.mlp_multiple}, {}, SIZES | {"whole": True}]
+    two_heads = 2 * (model.config.n_embd // model.config.n_head)
+    sizes = [SIZES, SIZES | {"n_embd": two_heads}, {}, SIZES | {"whole": True}]
     if sum(p.numel() for p in model.parameters()) < 3e7:
         sizes.append({"whole": True})
     return sizes

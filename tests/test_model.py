@@ -4,7 +4,6 @@ LLaMA, Mamba and RWKV-4 are held against transformers in test_export.py, Mamba-2
 of the families here are written down a second time, by hand; a new family in FAMILIES is asked all the other questions.
 """
 
-import copy
 import dataclasses
 import inspect
 import itertools
@@ -27,7 +26,6 @@ from helpers import copied_tree
 from operators import OPERATORS, conv_true, recurrence
 from scipy import stats
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
 
 import configurator
@@ -269,8 +267,6 @@ COUNTED = {  # edit: (what it does to an LM; parameters; forward FLOPs per token
     "head as a module": (share_head, 0, 0),
     "a map in a layer": (add_map, 33 * 48, 2 * 32 * 48),
     "a parameter of the model": (lambda lm: setattr(lm, "temperature", nn.Parameter(torch.ones(1))), 1, 0),
-    "AveragedModel": (lambda lm: setattr(lm, "average", AveragedModel(lm.layers)), 0, 0),
-    "a frozen copy of all": (lambda lm: setattr(lm, "average", copy.deepcopy(lm).requires_grad_(False)), 0, 0),
     "a frozen embedding": (lambda lm: lm.embed.requires_grad_(False), 0, 0),
 }
 
