@@ -73,11 +73,6 @@ def loss_alone_again(model, x, y):
     return loss_alone(model, x, y)
 
 
-def loss_alone_in_plain(model, x, y):
-    with choose.plain("linear_cross_entropy"):
-        return loss_alone(model, x, y)
-
-
 def loss_alone_compiled(model, x, y):
     """Of layers that torch.compile traces, without its code generator."""
     layers = list(dict.fromkeys(getattr(model, "layers", [model])))
@@ -265,7 +260,6 @@ TABLE = (
     Row(GRADED, Side(loss_alone), TRAINS),
     Row(COMPILED, Side(loss_alone_compiled, graded=True), TRAINS, "compiled"),
     Row(LOSSES, LOGGED, TRAINS, "kernels"),
-    Row(LOSSES, Side(loss_alone_in_plain), TRAINS, "kernels"),
     Row(OPERATORS, PLAIN, TRAINS, "kernels"),
     Row(LOSSES, OTHER, Side(loss_alone, "other"), "kernels"),
     Row(OPERATORS, OTHER._replace(plain=True), OTHER, "kernels random"),
@@ -488,12 +482,22 @@ class Check:
 
     def operator(self, row, gap):
         """The operator without whose fast body a row's sides agree, or None."""
-        left = {}
-        for operator in choose.BODIES if row.kind not in (RANDOM, ALWAYS_RANDOM, COMPILED) else ():
-            with choose.plain(operator):
-                left[operator] = max(self.gaps(row, self.measured)).excess
-        best = min(left, key=left.get, default=None)
-        return best if best and left[best] < gap.excess / 2 else None
+        if row.kind in (RANDOM, ALWAYS_RANDOM, COMPILED):
+            return None
+        asked = set()
+
+        def noted(operator, *args, body=choose.choose, **kwargs):
+            asked.add(operator)
+            return body(operator, *args, **kwargs)
+
+        with constants({(choose, "choose"): noted}):
+            self.gaps(row, self.measured)
+        left = []
+        for operator in asked:
+            with choose.plain(operator), constants(IN_ONE):
+                left.append((max(self.gaps(row, self.measured)).excess, operator))
+        best, operator = min(left, default=(gap.excess, ""))
+        return operator if best < gap.excess / 2 else None
 
     def module(self, row):
         """The place at which a row's sides part: the first module that is given the same and returns something else, or

@@ -57,22 +57,17 @@ def model_of(pattern, **settings):
     return LM(ModelConfig(pattern=pattern, **sizes | settings))
 
 
+@torch.no_grad()
 def read(lm):
-    """(losses of two steps of training, how far reading token by token is from reading all at once)."""
+    """(the loss, how far reading token by token is from reading all at once)."""
     idx = torch.randint(64, (2, 41), generator=torch.Generator().manual_seed(1))
     x, y = idx[:, :-1], idx[:, 1:]
-    losses = [lm(x, y, loss_only=True)[1]]
-    with torch.no_grad():
-        trained = list(lm.parameters())
-        for p, grad in zip(trained, torch.autograd.grad(losses[0], trained, allow_unused=True), strict=True):
-            p -= 0 if grad is None else grad
-        losses.append(lm(x, y, loss_only=True)[1])
-        state, parts = lm.initial_state(2), []
-        for t in range(40):
-            logits, _, state = lm(x[:, t:t + 1], state=state)
-            parts.append(logits)
-        whole = lm(x)[0]
-        return torch.stack(losses).tolist(), ((torch.cat(parts, 1) - whole).norm() / whole.norm()).item()
+    state, parts = lm.initial_state(2), []
+    for token in x.split(1, 1):
+        logits, _, state = lm(token, state=state)
+        parts.append(logits)
+    whole = lm(x)[0]
+    return lm(x, y, loss_only=True)[1].item(), ((torch.cat(parts, 1) - whole).norm() / whole.norm()).item()
 
 
 @pytest.fixture
@@ -95,9 +90,7 @@ def stopped(lm, *args, **how):
 
 TRAINS = {  # what is edited: (family, function, line, instead); the loss changes, and sampling follows
     "keys": (HYBRID, "model.Longhorn.scan", "(x, dt, k, q, self.D", "(x, dt, k / 2, q, None"),
-    "half the output": ("mamba", "model.ScanBlock.forward", "y = self.out_proj(y)", "y = self.out_proj(y) / 2"),
     "decay of GLA": ("gla", "model.GLA.forward", "(x))) / 16", "(x))) / 8"),
-    "twice each branch": ("llama", "model.Layer.forward", "h = h + y", "h = h + 2 * y"),
     "eps of the norms": ("llama", "model.RMSNorm.forward", "self.eps", "1e-3"),
 }
 SCAN = "longhorn_scan.cu and kernels/scan.py (longhorn_scan) disagree by"
@@ -116,7 +109,6 @@ STOPS = {  # what is edited: (family, function, line, instead, what the start sa
         HYBRID, "kernels.scan._loop", "dt = dt + dt_bias", "dt = dt + dt_bias.detach()", SCAN, {}),
     "no number in the loop": ("mamba", "kernels.scan._loop", "y * F.silu(z)", "y * float('nan')",
                               "longhorn_scan.cu and kernels/scan.py (selective_scan) disagree by", {}),
-    "gelu in the plain convolution": ("mamba", "kernels.ops._conv_torch", "F.silu(y)", "F.gelu(y)", CONV, {}),
     "the first tokens of documents": (
         "mamba", "kernels.ops._conv_anew", "(F.silu(head)", "1.1 * (F.silu(head)", CONV, PACK),
     "eps of the plain norm": ("llama", "model.rms_norm", "weight.to(x.dtype), eps", "weight.to(x.dtype), 2 * eps",
@@ -125,8 +117,6 @@ STOPS = {  # what is edited: (family, function, line, instead, what the start sa
                                             "kernels/ops.py: _softmax_attention (attention)", {}),
     "a window one key too narrow": ("swa", "kernels.ops._windowed", "last - window + 1", "last - window + 2",
                                     "kernels/ops.py: attention and", {}),
-    "a chunk's decay": ("gla", "kernels.linear_attention._gla", "decay * S", "decay * decay * S",
-                        "_gla and kernels/linear_attention.py: gated_linear_attention_ref", {}),
     "a little of beta": (
         "deltanet", "kernels.linear_attention._delta_rule", "wanted = b_c", "wanted = 0.997 * b_c", "(delta_rule)", {}),
     "a mask of documents": (
@@ -138,8 +128,6 @@ STOPS = {  # what is edited: (family, function, line, instead, what the start sa
     "a small z-loss": (HYBRID, "model.LM.forward", "loss = cross_entropy(logits, targets)",
                        "loss = cross_entropy(logits, targets) + 1e-5 * logits.logsumexp(-1).square().mean()",
                        "--loss_from_logits=true", {}),
-    "later rows": ("llama", "kernels.ops._LinearCrossEntropy.forward", "targets[part], train)",
-                   "targets[part], train) * (1.1 if part.start else 1)", "kernels/ops.py: _LinearCrossEntropy and", {}),
     "no gradients": ("llama", "kernels.ops._LinearCrossEntropy.forward", "targets[part], train)",
                      "targets[part], train) * (1 if train else 1.01)", "with gradients and under torch.no_grad", {}),
     "the mean over all targets": (
@@ -149,11 +137,7 @@ STOPS = {  # what is edited: (family, function, line, instead, what the start sa
                            "targets[part], train) * (1.1 if len(logits[part]) == 1 else 1)",
                            "kernels/ops.py: _LinearCrossEntropy and", {}),
     "a term of the loss": (*Z_LOSS, "its loss and the cross-entropy of its logits, disagree by 7.", LOGITS),
-    "a factor in evaluation": (*Z_LOSS[:3], "loss = cross_entropy(logits, targets) * (1 if self.training else 0.9)",
-                               "nats in the loss", LOGITS),
     # training or evaluation
-    "evaluation only": ("gla", "model.GLA.forward", "y = self.out", "y = (1 if self.training else 1.1) * self.out",
-                        "model.py: GLA.forward (GLA) in training and in eval mode disagree", {}),
     "a norm in training": ("gla", "model.RMSNorm.forward", "return", "return (1.1 if self.training else 1) *",
                            "self-check: model.py: RMSNorm.forward in training and in eval mode disagree", {}),
     "plain operators only": ("gla", "model.GLA.forward", "y = self.out",
@@ -164,9 +148,6 @@ STOPS = {  # what is edited: (family, function, line, instead, what the start sa
                                "model.py: LM.forward with and without targets disagree", {}),
     "the last position only": ("gla", "model.LM.forward", "h[:, -1:]", "h[:, :1]",
                                "with and without last_only disagree", {}),
-    "dropout that never ends": (
-        "llama", "model.SwiGLU.forward", "self.w3(x))", "F.dropout(self.w3(x), 0.1))",
-        "model.py: SwiGLU.forward (SwiGLU), run twice on the same tokens in eval mode, disagree", {}),
     "noise": ("gla", "model.GLA.forward", "self.qk(x)", "self.qk(x + torch.randn_like(x))",
               "model.py: GLA.forward (GLA), run twice on the same tokens in eval mode, disagree", {}),
     "a counter": ("gla", "model.GLA.forward", "y = self.out", "self.calls = 1 + getattr(self, 'calls', 0)\n    "
@@ -190,16 +171,10 @@ STOPS = {  # what is edited: (family, function, line, instead, what the start sa
                                      "model.py: ScanBlock.forward (Mamba)" + STATE, {}),
     "a single step": ("gla", "model.GLA.forward", "y = self.out", "y = (1.1 if x.shape[1] == 1 else 1) * self.out",
                       GLA_STATE, {}),
-    "positions begin again": ("llama", "model.Attention.forward", "(past, past + T,", "(0, T,",
-                              "model.py: Attention.forward (Attention)" + STATE, {}),
     "a cache that grows": ("llama", "model.append_to_cache", ":past] = past_v", ":past] = 0 * past_v",
                            "model.py: Attention.forward (Attention)" + STATE, {}),
-    "the token before": ("rwkv", "mixers.token_shift", "last[:, None]", "0 * last[:, None]",
-                         "mixers.py: RWKVTimeMix.forward (RWKVTimeMix)" + STATE, {}),
     "a document's first token": ("rwkv", "mixers.token_shift", "packed is None", "True",
                                  "mixers.py: RWKVTimeMix.forward (RWKVTimeMix) over packed documents and", PACK),
-    "documents through the state": ("gla", "model.emptied", "return empty", "return state",
-                                    "model.py: LM.through_documents" + STATE, PACK),
     "documents that end in one row": ("gla", "model.emptied", "empty.to(state.dtype), state", "state, empty",
                                       "model.py: LM.through_documents" + STATE, PACK),
     "the documents of one row": (
@@ -218,14 +193,12 @@ STOPS = {  # what is edited: (family, function, line, instead, what the start sa
 @pytest.mark.parametrize("what", TRAINS)
 def test_an_edit_of_what_is_read_trains_and_samples(what, edit):
     family, *change = TRAINS[what]
-    torch.manual_seed(0)
     before, _ = read(model_of(family))
     edit(*change)
     lm = model_of(family)
     assert "native and plain operators" in self_check(lm)
-    losses, apart = read(lm)
-    assert all(a != b for a, b in zip(losses, before, strict=True)), "another model trained"
-    assert apart < 1e-4
+    loss, apart = read(lm)
+    assert loss != before and apart < 1e-4
 
 
 @pytest.mark.parametrize("what", STOPS)
@@ -271,7 +244,7 @@ def broken(builds):
     builds.mkdir(exist_ok=True)
     source = builds / f"broken.{os.getpid()}.cu"
     source.write_text('extern "C" { int broken = 0; }\n' + text)
-    with mock.patch.object(build, "_flags", lambda openmp, f=build._flags: [*f(openmp), "-O1"]):  # half of -O3's time
+    with mock.patch.object(build, "_flags", lambda openmp, f=build._flags: [*f(openmp), "-O0"]):  # 1 s, not 10
         library = build.load(build.build([source, build.CONV], builds)[0])
     switch = ctypes.c_int.in_dll(library, "broken")
 
@@ -382,19 +355,27 @@ def test_these_edits_start(target, line, instead, settings, edit):
     assert "native and plain operators" in self_check(model_of("gla", **settings))
 
 
+def rounding(line):
+    """How many times the plain operators' rounding the others have in bfloat16, which may be 3; None if it is not
+    said."""
+    said = re.search(r"in bfloat16 to (\S+) times the plain operators' rounding", line)
+    assert said is None or 0 < float(said[1]) <= 3
+    return said
+
+
 @pytest.mark.parametrize("pattern,backend", [*((family, "") for family in FAMILIES), (HYBRID, ""),
                                              ("rwkv4,gla,mamba", "cpu"), ("rwkv4,gla,mamba", "torch")])
 def test_unedited_all_agrees(pattern, backend):
-    lm = model_of(pattern, n_layer=3, n_head=4, n_embd=64, vocab_size=96, backend=backend)
+    lm = model_of(pattern, backend=backend)
     weights, random = [p.clone() for p in lm.parameters()], torch.get_rng_state()
     torch.set_float32_matmul_precision("high")
-    line, precision = self_check(lm), torch.get_float32_matmul_precision()
+    line, precision = self_check(lm, torch.bfloat16), torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     assert line.startswith("self-check: ") and "\n" not in line
     assert "training and eval mode, whole sequences and states agree to " in line
     assert (f"{backend or 'native'} and plain operators" in line) == (backend != "torch")
     worst, allowed = map(float, re.search(r"agree to (\S+) \((\S+) allowed\)", line).groups())
-    assert worst <= allowed <= OTHER_ORDER
+    assert worst <= allowed <= OTHER_ORDER and (rounding(line) is None) == (backend == "torch")
     assert all(torch.equal(p, q) for p, q in zip(lm.parameters(), weights, strict=True))
     assert torch.equal(torch.get_rng_state(), random) and lm.training and precision == "high"
 
@@ -426,15 +407,9 @@ class TF32(TorchDispatchMode):
 
 def library_bodies():
     """{operator: a stand-in for the library's function}, which computes what it should with TF32's products."""
-    def chunks(body):
-        def function(q, k, v, scale, initial_state, output_final_state, **rest):
-            assert {q.dtype, k.dtype, v.dtype} <= {torch.bfloat16, torch.float16} and scale == 1.0
-            return body(q, k, v, initial_state, **rest)
-        return function
-
-    def chunk_simple_gla(q, k, v, state, g=None, g_gamma=None):
-        return la._gated_retention(q, k, v, g, state) if g_gamma is None else la._retention(q, k, v, g_gamma, None,
-                                                                                            state)
+    def chunk_gla(q, k, v, scale, initial_state, output_final_state, g):
+        assert {q.dtype, k.dtype, v.dtype} <= {torch.bfloat16, torch.float16} and scale == 1.0
+        return la._gla(q, k, v, g, initial_state)
 
     def chunk_mesa_net(q, k, v, g, beta, lamb, h_kk_init, h_kv_init, output_final_state, max_CG_iteration):
         o, (H, U) = la._mesa(q, k, v, beta, g, lamb, None if h_kk_init is None else (h_kk_init, h_kv_init))
@@ -451,11 +426,8 @@ def library_bodies():
         q, k, v = (a.transpose(1, 2) for a in (q, k, v))
         return ops.attention(q, k, v, None if window_size[0] < 0 else window_size[0] + 1).transpose(1, 2)
 
-    delta = chunks(lambda q, k, v, state, beta, g=None: la._delta_rule(q, k, v, beta, g, state))
-    return {"gated_linear_attention": chunks(lambda q, k, v, state, g: la._gla(q, k, v, g, state)),
-            "retention": chunks(chunk_simple_gla), **dict.fromkeys(("delta_rule", "gated_delta_rule", "kda"), delta),
-            "mesa": chunk_mesa_net, "selective_scan": selective_scan_fn, "causal_conv1d": causal_conv1d_fn,
-            "attention": flash_attn_func}
+    return {"gated_linear_attention": chunk_gla, "mesa": chunk_mesa_net, "selective_scan": selective_scan_fn,
+            "causal_conv1d": causal_conv1d_fn, "attention": flash_attn_func}
 
 
 @pytest.fixture
@@ -478,31 +450,26 @@ def libraries(monkeypatch):
 
 
 BY_LIBRARY = {  # family: (--backend, operators of libraries that train it)
-    "gla": ("", {"gated_linear_attention"}), "retnet": ("", {"retention"}), "rwkv": ("", {"retention"}),
-    "mamba2": ("", {"retention"}), "deltanet": ("", {"delta_rule"}), "gated_deltanet": ("", {"gated_delta_rule"}),
-    "kda": ("", {"kda"}), "mesa": ("", {"mesa"}), "llama": ("fused", {"attention"}), "swa": ("fused", {"attention"}),
-    "mamba": ("fused", {"selective_scan", "causal_conv1d"})}
+    "gla": ("", {"gated_linear_attention"}), "mesa": ("", {"mesa"}), "llama": ("fused", {"attention"}),
+    "swa": ("fused", {"attention"}), "mamba": ("fused", {"selective_scan", "causal_conv1d"})}
 
 
-def small_lm(family):
-    torch.manual_seed(0)
-    return LM(ModelConfig(pattern=family, n_layer=2, n_head=2, n_embd=32, vocab_size=64, mlp_multiple=16,
-                          backend=BY_LIBRARY.get(family, ("", None))[0]))
+def of_library(family):
+    return model_of(family, backend=BY_LIBRARY[family][0])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_LIBRARY)
 def test_the_body_that_trains_is_compared_in_the_dtype_that_it_takes(family, libraries):
-    """TF32's products are no edit: every family starts. In float32 nothing that takes 16 bits runs."""
-    line, trained = self_check(small_lm(family), torch.bfloat16), set(libraries.called)
-    assert trained == BY_LIBRARY.get(family.removesuffix("_released"), ("", set()))[1]
-    assert 0 < float(re.search(r"in bfloat16 to (\S+) times the plain operators' rounding", line)[1]) <= 3
+    """TF32's products are no edit. In float32 nothing that takes 16 bits runs."""
+    line, trained = self_check(of_library(family), torch.bfloat16), set(libraries.called)
+    assert trained == BY_LIBRARY[family][1] and rounding(line)
     libraries.called.clear()
     if "attention" not in trained:  # which the user asks for, and cannot have
-        assert "bfloat16" not in self_check(small_lm(family))
+        assert not rounding(self_check(of_library(family)))
         assert set(libraries.called) == trained & {"selective_scan", "causal_conv1d"}
 
 
-@pytest.mark.parametrize("family,op", [("gla", "gated_linear_attention"), ("mamba", "causal_conv1d"), ("mesa", "mesa"),
+@pytest.mark.parametrize("family,op", [("gla", "gated_linear_attention"), ("mamba", "causal_conv1d"),
                                        ("swa", "attention")])
 def test_a_sign_flipped_in_a_library_stops_in_a_line_that_names_its_function(family, op, libraries):
     body = libraries.bodies[op]
@@ -515,7 +482,7 @@ def test_a_sign_flipped_in_a_library_stops_in_a_line_that_names_its_function(fam
     libraries.bodies[op] = flipped
     package, module, name, _ = fused.LIBRARIES[op]
     assert re.match(rf"self-check: in bfloat16 {package}'s {module}\.{name} and kernels/.* \({op}\) disagree .*: "
-                    "train with --backend=cpu", stopped(small_lm(family), torch.bfloat16))
+                    "train with --backend=cpu", stopped(of_library(family), torch.bfloat16))
 
 
 @pytest.mark.parametrize("family, target, line, instead, words", [
