@@ -67,27 +67,17 @@ GIVEN_PYTHON = $(filter command,$(firstword $(origin PYTHON)))
 gpu: $(if $(GIVEN_PYTHON),,$(VENV)/main $(VENV)/test)
 	$(if $(GIVEN_PYTHON),$(PYTHON),$(PY)) bench/gpu.py $(if $(STAGES),--stages=$(STAGES)) $(if $(filter file,$(origin OUT)),,--out='$(OUT)') $(ARGS)
 
-# Install once, and again when a requirements file changes: an empty file in .venv marks the time of the installation.
-$(VENV)/main: requirements.txt
+# Install once, and again when pyproject.toml changes: an empty file in .venv marks the time of the installation.
+PIP = $(PY) -m pip install -q --disable-pip-version-check
+$(VENV)/main: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q --disable-pip-version-check -r requirements.txt
+	$(PIP) 'pip>=25.1'
+	$(PIP) --group main
 	@touch $@
 
-$(VENV)/test: requirements-test.txt requirements-eval.txt requirements-experiments.txt $(VENV)/main
-	$(PY) -m pip install -q --disable-pip-version-check -r requirements-test.txt
-	@touch $@
-
-$(VENV)/fused: requirements-fused.txt $(VENV)/main
-	$(PY) -m pip install -q --disable-pip-version-check -r requirements-fused.txt
-	@touch $@
-
-$(VENV)/eval: requirements-eval.txt $(VENV)/main
-	$(PY) -m pip install -q --disable-pip-version-check -r requirements-eval.txt
-	@touch $@
-
-$(VENV)/cluster: requirements-cluster.txt $(VENV)/main
-	$(PY) -m pip install -q --disable-pip-version-check -r requirements-cluster.txt
+$(VENV)/test $(VENV)/fused $(VENV)/eval $(VENV)/cluster: pyproject.toml $(VENV)/main
+	$(PIP) --group $(@F)
 	@touch $@
 
 clean:

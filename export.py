@@ -67,7 +67,7 @@ from runtime.records import read_json as read_record
 class ExportConfig:
     out_dir: str = ""  # a run's folder: exported with --to, created by --from_hf (train.py cannot resume that)
     to: str = ""  # export: folder to write config.json and model.safetensors to
-    from_hf: str = ""  # import: folder to read them from; LLaMA and Mamba need transformers (requirements-test.txt)
+    from_hf: str = ""  # import: folder to read them from; LLaMA and Mamba need transformers
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # export: dtype of the weights
     tokenizer: str = "auto"  # import: bytes, tiktoken:NAME or hf:NAME; auto: as in its config.json
     vocab: str = ""  # folder with a tiktoken vocabulary's files, to need no network
@@ -90,7 +90,7 @@ FIXED = {"architectures": ["LonghornForCausalLM"], "model_type": OURS, "tie_word
                       "AutoModelForCausalLM": "modeling_longhorn.LonghornForCausalLM"}}
 TOLERANCE = {"transformers": 1e-5, "longhorn": 1e-4}  # of the largest logit in float32, for whose class was written
 CHECK_TOKENS = 4096  # at most block_size
-NO_TRANSFORMERS = "the package transformers is missing: pip install -r requirements-test.txt"
+NO_TRANSFORMERS = "the package transformers is missing: pip install --group test"
 
 # What `source_hash` gives for the code that transformers' classes were compared with: other code goes along.
 COMMITTED = {"llama": "ee42836bf8bb", "mamba": "1dde754f2b5f"}

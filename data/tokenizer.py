@@ -67,7 +67,7 @@ def tiktoken_encoding(name, vocab=None):
         import tiktoken
         from tiktoken_ext import openai_public  # part of tiktoken
     except ImportError:
-        raise DataError("the package tiktoken is missing: pip install -r requirements.txt") from None
+        raise DataError("the package tiktoken is missing: pip install --group main") from None
     names = openai_public.ENCODING_CONSTRUCTORS
     if name not in names:
         raise DataError(f"tiktoken has no encoding {name!r}: choose one of {', '.join(names)}")
@@ -114,7 +114,7 @@ def hf_tokenizer(name, table=None):
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise DataError("the package tokenizers is missing: pip install -r requirements.txt") from None
+        raise DataError("the package tokenizers is missing: pip install --group main") from None
     path = Path(name).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"

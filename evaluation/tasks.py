@@ -141,7 +141,7 @@ def import_harness():
     paths = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
     spec = importlib.machinery.PathFinder.find_spec("evaluate", paths)
     if spec is None or importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("the package lm_eval is missing: make eval, or pip install -r requirements-eval.txt")
+        raise ConfigError("the package lm_eval is missing: make eval, or pip install --group eval")
     if getattr(sys.modules.get("evaluate"), "__file__", None) != spec.origin:
         spec.loader = importlib.util.LazyLoader(spec.loader)
         sys.modules["evaluate"] = importlib.util.module_from_spec(spec)

@@ -54,7 +54,7 @@ def check_packages(modules=("pandas", "tabulate", "markdown_it")):
     """Raises ConfigError, with the command to type, if a package is not installed. Default: those of the reports."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
-            raise ConfigError(f"{module} is not installed: pip install -r requirements-experiments.txt")
+            raise ConfigError(f"{module} is not installed: pip install --group experiments")
 
 
 def stem(model):

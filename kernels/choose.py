@@ -98,7 +98,7 @@ def _choose(op, backend, device, dtype, cannot, library_cannot, forced_plain, li
             return "fused"
         if backend:
             raise RuntimeError(f"{op}: backend 'fused' cannot run here: {reason}: leave backend empty, or pip install "
-                               "-r requirements-gpu.txt on a machine with a GPU")
+                               "--group gpu on a machine with a GPU")
         if device == "cuda":
             build.say_once(f"{op}: chunks in PyTorch ({reason})")
     if backend == "fused":  # rms_norm and linear_cross_entropy: no library is faster

@@ -2,7 +2,7 @@
 
 All of these packages are optional, and none is imported before an operator needs it.
 
-    pip install -r requirements-gpu.txt
+    pip install --group gpu
 """
 
 import functools

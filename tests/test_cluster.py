@@ -37,7 +37,7 @@ from runtime.records import is_finished
 
 ROOT = Path(__file__).resolve().parents[1]
 SLURM = pytest.mark.skipif("/slurm_cluster/" not in os.environ.get("SLURM_CONF", ""), reason="make slurm, as root")
-RAY = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="pip install -r requirements-cluster.txt")
+RAY = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="pip install --group cluster")
 
 
 @pytest.fixture

@@ -853,7 +853,7 @@ def test_files_are_known_by_their_content(small_units, tmp_path, prepare, monkey
 def test_many_machines_need_a_package(monkeypatch, tmp_path):
     """The rest is in test_data_cluster.py."""
     monkeypatch.setitem(sys.modules, "datatrove.utils.logging", None)
-    rejected(lambda: cluster.prepare(tmp_path, files=[tmp_path]), "datatrove is missing", "requirements-cluster.txt")
+    rejected(lambda: cluster.prepare(tmp_path, files=[tmp_path]), "datatrove is missing", "--group cluster")
 
 
 def test_no_network(small_units, tmp_path, prepare, monkeypatch):

@@ -1,6 +1,6 @@
 """data/tokens/cluster.py: what tasks of datatrove write, here, on Slurm and on Ray, against the documents one by one.
 
-Without datatrove (requirements-cluster.txt), Slurm or Ray their tests are skipped, with a line under -rs.
+Without datatrove (pip install --group cluster), Slurm or Ray their tests are skipped, with a line under -rs.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from data.tokens import cluster, sources
 from data.tokens import prepare as any_tokens
 from data.writer import preparing
 
-pytest.importorskip("datatrove", reason="datatrove is not installed: pip install -r requirements-cluster.txt")
+pytest.importorskip("datatrove", reason="datatrove is not installed: pip install --group cluster")
 TEXTS = [*documents(180), "", "\x00 zero", "<|endoftext|>", *documents(30)]
 UNITS = [TEXTS[i:i + 24] for i in range(0, len(TEXTS), 24)]  # of nine files
 HOLD = """
@@ -208,7 +208,7 @@ def test_slurm_with_a_task_cancelled_and_then_requeued(tmp_path, source):
 
 def test_ray_with_a_node_removed(tmp_path, source, start, monkeypatch):
     """The node of a task that is held still goes away; the task begins again on the other."""
-    pytest.importorskip("ray", reason="ray is not installed: pip install -r requirements-cluster.txt")
+    pytest.importorskip("ray", reason="ray is not installed: pip install --group cluster")
     from ray.cluster_utils import Cluster
 
     environment, held = holding(tmp_path, "task-00002/00000.train.bin.tmp")

@@ -526,7 +526,7 @@ def test_without_transformers_nothing_is_said_to_be_theirs(tmp_path, monkeypatch
     assert "read back by this repository" in run(out_dir=tmp_path / "run", to=tmp_path / "hf").out
     assert torch.equal(export.load(tmp_path / "hf")(TOKENS)[0], lm(TOKENS)[0])
     assert run(check=tmp_path / "hf").code == 0
-    refused(run(from_hf=tmp_path / "theirs", out_dir=tmp_path / "in"), "pip install -r requirements-test.txt")
+    refused(run(from_hf=tmp_path / "theirs", out_dir=tmp_path / "in"), "pip install --group test")
 
 
 @pytest.mark.parametrize("times, refusal", [(1 + 3e-4, "logits differ by 3e-04 of the largest"), (1 + 3e-5, None),

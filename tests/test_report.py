@@ -385,12 +385,12 @@ def test_without_its_packages_a_report_is_one_line_and_a_sweep_keeps_its_records
     with pytest.raises(SystemExit) as stopped:
         sweep.main(["report", str(tmp_path)])
     line = capsys.readouterr().err.strip()
-    assert stopped.value.code == 2 and "tabulate is not installed: pip install -r requirements-experiments.txt" in line
+    assert stopped.value.code == 2 and "tabulate is not installed: pip install --group experiments" in line
     assert "\n" not in line and not (tmp_path / "report.md").exists()
     command = sweep.Sweep(["report", str(tmp_path)])
     command.folder = tmp_path
     command.finish()
-    assert f"experiments.txt; then: python experiments/sweep.py report {tmp_path}" in capsys.readouterr().out
+    assert f"--group experiments; then: python experiments/sweep.py report {tmp_path}" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------- the numbers

@@ -1,6 +1,6 @@
 """The tokens that data/tokens/prepare.py makes, made on many machines by datatrove: by Slurm, Ray, or processes here.
 
-    pip install -r requirements-cluster.txt
+    pip install --group cluster
     python data/tokens/cluster.py fineweb_edu --cluster=slurm --cluster_args="partition=cpu,time=240"
     python data/tokens/cluster.py slimpajama --cluster=ray --cluster_args="address=auto"
     python data/tokens/cluster.py --files corpus/ --tokenizer=hf:FOLDER --out data/mine --workers=16  # processes here
@@ -128,7 +128,7 @@ def run_on_ray(workers, options, **how):
     try:
         import ray
     except ImportError:
-        raise DataError("the package ray is missing: pip install -r requirements-cluster.txt") from None
+        raise DataError("the package ray is missing: pip install --group cluster") from None
     address = options.pop("address", None)
     path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     try:
@@ -162,7 +162,7 @@ def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, 
     try:
         from datatrove.utils.logging import logger
     except ImportError:
-        raise DataError("the package datatrove is missing: pip install -r requirements-cluster.txt") from None
+        raise DataError("the package datatrove is missing: pip install --group cluster") from None
     logger.remove()  # it logs to files alone
     folder = Path(out).absolute()
     if cluster == "slurm" and shlex.quote(str(folder)) != str(folder):

@@ -311,7 +311,7 @@ def open_engine(cluster, cluster_args, folder, jobs, nproc=1, gpus=()):
         engine = (Local(folder, jobs, nproc, gpus) if not kind else
                   Slurm(folder, options, nproc) if kind == "slurm" else Ray(folder, address, options, nproc))
     except ImportError as error:
-        raise ConfigError(f"--cluster={cluster}: {error}: pip install -r requirements-cluster.txt") from None
+        raise ConfigError(f"--cluster={cluster}: {error}: pip install --group cluster") from None
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"--cluster={cluster}: {str(error)[:300]}") from None
     engine.jobs, engine.nproc = jobs or math.inf, nproc
