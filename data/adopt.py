@@ -10,7 +10,6 @@ meta.pkl only the characters are read: nothing in it is run.
 
 import contextlib
 import dataclasses
-import hashlib
 import pickle
 import shlex
 import sys
@@ -23,7 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root
 import configurator
 from configurator import Count, Positive
-from data.prepared import DTYPES, SPLITS, DataError, describe
+from data.prepared import DTYPES, SPLITS, DataError, describe, file_sha256
 from data.tokenizer import Text, canonical
 from data.writer import finish, preparing, run, token_dtype, write_split
 
@@ -159,22 +158,17 @@ def read_split(path, dtype, vocab_size):
                         f"{others[:200] or 'none'}")
     dtype = np.dtype(DTYPES[dtype])
     size = path.stat().st_size
-    if size % dtype.itemsize:
+    if not size or size % dtype.itemsize:
         raise DataError(f"{path} is {size:,} bytes, not a whole number of {dtype} tokens: set --dtype")
-    largest = None
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while piece := file.read(1 << 22):
-            if largest is None:
-                _refuse_headers(path, piece)
-            digest.update(piece)
-            largest = max(largest or 0, int(np.frombuffer(piece, dtype).max()))
-            if largest >= vocab_size:
-                raise DataError(
-                    f"{path} holds token id {largest} as {dtype}, outside a vocabulary of {vocab_size:,}: set "
-                    "--vocab_size, --tokenizer or --dtype to what the program had that wrote it"
-                )
-    return {"tokens": size // dtype.itemsize, "sha256": digest.hexdigest(), "max_token": largest}
+        _refuse_headers(path, file.read(8))
+    largest = int(np.memmap(path, dtype, "r").max())
+    if largest >= vocab_size:
+        raise DataError(
+            f"{path} holds token id {largest} as {dtype}, outside a vocabulary of {vocab_size:,}: set "
+            "--vocab_size, --tokenizer or --dtype to what the program had that wrote it"
+        )
+    return {"tokens": size // dtype.itemsize, "sha256": file_sha256(path), "max_token": largest}
 
 
 @dataclass
