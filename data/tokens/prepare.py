@@ -17,7 +17,8 @@ folder with tokens from other content is refused, and so is a file that changes 
 
 With --shuffle, as in openwebtext, the tokens are those of nanoGPT, in its order: datasets' train_test_split shuffles
 the documents and holds some out, which needs all of them on disk, in the cache of datasets (HF_HOME; OpenWebText: 54
-GB). OpenWebText gives 9,035,582,198 tokens to train on and 4,434,897 for validation; the script warns of other counts.
+GB). nanoGPT has 9,035,582,198 tokens of OpenWebText to train on and 4,434,897 for validation; of other counts the
+losses cannot be compared with its.
 
 It can be killed at any time; rerun the command to resume after the last shard, of some 100M tokens, in plan.json. If
 local files cannot be read, nothing stays.
@@ -58,16 +59,15 @@ from data.writer import finish, finished, preparing, run, token_dtype, write_sea
 from runtime.records import BadRecord
 
 MISTRAL = "hf:mistralai/Mistral-7B-v0.1"
-OWT, NANOGPT_SPLIT = "Skylion007/openwebtext", {"val_fraction": 0.0005, "shuffle": 2357}
 RECIPES = {  # name: the arguments it stands for
-    "openwebtext": {"source": OWT, "tokenizer": "tiktoken:gpt2", **NANOGPT_SPLIT},
+    "openwebtext": {"source": "Skylion007/openwebtext", "tokenizer": "tiktoken:gpt2", "val_fraction": 0.0005,
+                    "shuffle": 2357},
     "slimpajama": {"source": "cerebras/SlimPajama-627B", "tokenizer": MISTRAL},
     "slimpajama_reupload": {"source": "gmongaras/SlimPajama-627B_Reupload", "tokenizer": MISTRAL},
     "slimpajama_6b": {"source": "DKYoon/SlimPajama-6B", "tokenizer": MISTRAL},
     "fineweb_edu": {"source": "HuggingFaceFW/fineweb-edu", "subset": "sample-100BT", "tokenizer": "tiktoken:gpt2"},
     "climbmix": {"source": "karpathy/climbmix-400b-shuffle", "tokenizer": "tiktoken:gpt2"},
 }
-OWT_DOCUMENTS, OWT_TOKENS = 8_013_769, {"train": 9_035_582_198, "val": 4_434_897}  # as nanoGPT published them
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 SHARD_TOKENS = 100_000_000
 BATCH_CHARS = 1 << 20  # encoded at a time by a worker
@@ -287,25 +287,10 @@ def finish_shards(folder, shards, meta):
             "sha256": shards_sha256([entry["sha256"] for entry in entries]),
             "shards": [{key: entry[key] for key in ("file", "tokens", "sha256")} for entry in entries],
         }
-        if counts["documents"] == 1 and not meta["recipe"]["held_out_from"]:
-            print(f"WARNING: {split} is a single document of {counts['tokens']:,} tokens: choose another "
-                  "--val_fraction, or add documents", file=sys.stderr)
         if counts["bytes"] is None:
             print(f"{meta['tokenizer']} does not give {split} back (lower case, or characters it does not know): no "
                   "bits per byte", file=sys.stderr)
     return finish(folder, {"dataset": folder.resolve().name, **meta, "splits": splits})
-
-
-def count_warning(meta):
-    """The line to print where OpenWebText, split as nanoGPT does, gave other counts than published; else None."""
-    counts, recipe = {split: meta["splits"][split]["tokens"] for split in SPLITS}, meta["recipe"]
-    n = sum(meta["splits"][split]["documents"] for split in SPLITS)
-    usual = meta["tokenizer"] == "gpt2" and {key: recipe[key] for key in NANOGPT_SPLIT} == NANOGPT_SPLIT
-    if not usual or recipe["source"] != OWT and n != OWT_DOCUMENTS or counts == OWT_TOKENS:
-        return None
-    return (f"WARNING: THESE ARE NOT THE PUBLISHED TOKEN COUNTS: train {counts['train']:,}, val {counts['val']:,} of "
-            f"{n:,} documents here, train {OWT_TOKENS['train']:,}, val {OWT_TOKENS['val']:,} of {OWT_DOCUMENTS:,} "
-            "published: losses cannot be compared with nanoGPT's")
 
 
 @dataclass
@@ -509,11 +494,9 @@ def read(options_class, doc):
 
 
 def say(tokens):
-    """Print what a finished folder holds; warn of OpenWebText that is not nanoGPT's."""
+    """Print what a finished folder holds."""
     counts = (f"{s['tokens']:,} tokens of {s['documents']:,} documents" for s in tokens.meta["splits"].values())
     print(f"{tokens.folder}: {next(counts)} to train on, {next(counts)} for validation")
-    if warning := count_warning(tokens.meta):
-        print(warning, file=sys.stderr)
 
 
 def main():

@@ -49,12 +49,11 @@ class Reading:
     def __post_init__(self):
         for shown, meant in {"\\n": "\n", "\\r": "\r", "\\t": "\t"}.items():
             self.separator = self.separator and self.separator.replace(shown, meant)
-        if self.encoding:
-            with contextlib.suppress(LookupError):
-                if codecs.lookup(self.encoding)._is_text_encoding:
-                    return
+        try:
+            "".encode(self.encoding or "utf-8")
+        except LookupError:
             raise DataError(f"--encoding={self.encoding} is unknown: latin-1, cp1252, utf-16-le, shift_jis, gb18030 "
-                            "and others of Python's codecs")
+                            "and others of Python's codecs") from None
 
     def leave_out(self, why, path):
         self.left_out.setdefault(why, [0, str(path)])[0] += 1
@@ -83,39 +82,40 @@ def local_units(paths, reading):
     """[[Path, ...], ...]: the files, folders read through, in units. Raises DataError."""
     units, size, seen = [], UNIT_BYTES, set()
     for path in paths:
-        found = path.is_dir() and key(path.stat()) in seen
+        if not path.exists():
+            raise DataError(f"--files {path}: no such file or folder")
         for file in walk(path, reading, seen):
+            n_bytes = file.stat().st_size
             if reading.kind(file) is None:
                 ending = os.path.splitext(unpacked(file.name))[1]
                 reading.leave_out(f"ending in {ending}" if ending else "without an ending", file)
-                continue
-            found = True
-            status = file.stat()
-            if is_new(status, seen, reading, file) and not is_empty(file, status.st_size, reading):
+            elif not n_bytes or n_bytes <= SMALL and not any(text for text, _ in read_file(file, reading)):
+                reading.leave_out("empty", file)
+            else:
                 if size >= UNIT_BYTES:
                     units.append([])
                     size = 0
                 units[-1].append(file)
-                size += status.st_size
-        if not found:
-            raise DataError(f"--files {path}: no such file, or a folder without any, that ends in .parquet, "
-                            f"{', '.join(JSON_ENDINGS)}, .txt{about(reading.left_out)}: --endings=.md says what else "
-                            "is text")
+                size += n_bytes
     if not units:
-        raise DataError(f"--files {' '.join(map(str, paths))}: nothing to read{about(reading.left_out)}")
+        raise DataError(f"--files {' '.join(map(str, paths))}: nothing to read, which ends in .parquet, "
+                        f"{', '.join(JSON_ENDINGS)} or .txt{about(reading.left_out)}: --endings=.md says what else is "
+                        "text")
     return units
 
 
 def walk(path, reading, seen):
-    """The files at and below a path, in order of their names, without hidden ones. Raises DataError."""
+    """The files at and below a path, in order of their names, each once, without hidden ones. Raises DataError."""
+    real = path.resolve()
+    if real in seen:
+        reading.leave_out("met twice", path)
+        return
+    seen.add(real)
+    if path.is_file():
+        yield path
+        return
     if not path.is_dir():
-        if path.exists() and not path.is_file():
-            raise DataError(f"--files {path} is neither a file nor a folder: save what it gives as a file")
-        if path.exists():
-            yield path
-        return
-    if not is_new(path.stat(), seen, reading, path):
-        return
+        raise DataError(f"--files {path} is neither a file nor a folder: save what it gives as a file")
     for name in sorted(os.listdir(path)):
         below = path / name
         if name.startswith(".") or name == "__MACOSX":
@@ -124,26 +124,6 @@ def walk(path, reading, seen):
             yield from walk(below, reading, seen)
         else:
             reading.leave_out("links to nothing, or no files", below)
-
-
-def is_new(status, seen, reading, path):
-    """Whether a file or folder has not been met before, under this name or another."""
-    if key(status) in seen:
-        reading.leave_out("met twice", path)
-        return False
-    seen.add(key(status))
-    return True
-
-
-def key(status):
-    return status.st_dev, status.st_ino
-
-
-def is_empty(path, size, reading):
-    if size and (size > SMALL or any(text for text, _ in read_file(path, reading))):
-        return False
-    reading.leave_out("empty", path)
-    return True
 
 
 def about(left_out):
@@ -331,9 +311,6 @@ def has_no(column, columns):
 
 def as_text(value, place):
     """A document as it stands in a column: None is an empty one. Raises TypeError for what is no text."""
-    if isinstance(value, bytes):  # old programs' parquet files do not say that they hold text
-        with contextlib.suppress(ValueError):
-            value = value.decode()
     if not isinstance(value, str | None):
         kind = type(value).__name__
         raise TypeError(f"{place}: {str(value)[:20]} is not text but {kind}: name another --text_column")
