@@ -207,10 +207,10 @@ def attention_inputs(case, T, B=2, H=3, K=5, V=7, past=9):
 # ------------------------------------------------------------------------------------------------------------- the list
 
 DELTA = ("delta_rule", "gated_delta_rule", "kda")
-T_CHUNKS = [dict(T=T) for T in (1, 2, 16, 17, 31, 33, 64, 65, 130)]
+T_CHUNKS = [dict(T=T) for T in (1, 2, 7, 8, 9, 16, 17, 40)]
 WIDTHS = [dict(zip("TBHKV", sizes, strict=True)) for sizes in (
-    (70, 1, 1, 1, 1), (70, 2, 3, 1, 4), (70, 4, 2, 3, 1), (70, 1, 2, 16, 32), (40, 3, 1, 17, 2))]
-T_SCANS = [*(dict(T=T, B=2, D=17, N=N) for T, N in zip((1, 2, 31, 32, 33, 63, 64, 65, 200), [16, 4] * 5, strict=False)),
+    (20, 1, 1, 1, 1), (20, 2, 3, 1, 4), (20, 4, 2, 3, 1), (20, 1, 2, 16, 32), (20, 3, 1, 17, 2))]
+T_SCANS = [*(dict(T=T, B=2, D=17, N=N) for T, N in zip((1, 2, 31, 32, 33, 63, 64, 65, 97), [16, 4] * 5, strict=False)),
            *(dict(T=37, B=1 + D % 3, D=D, N=N) for N, D in (
                (1, 1), (1, 16), (2, 5), (3, 17), (3, 33), (4, 33), (5, 1), (5, 16), (8, 5), (8, 16), (8, 33), (16, 1),
                (16, 16), (16, 33), (32, 17), (64, 5), (128, 18)))]
@@ -380,7 +380,7 @@ def wrong(name, a, backend="", only=None, slack=None, run=None, true=None, toler
     row = OPERATORS[name]
     run, true = run or functools.partial(row.run, backend=backend), true or row.true
     got = graded(lambda **a: row.seen(run(**a, **how)), a, only)
-    assert got["y"].dtype == a["x" if "x" in a else "v"].dtype
+    assert got["y"].dtype == next(iter(a.values())).dtype
     want = graded(lambda **a: row.seen(true(**a, **how)), double(a), only)
     # a parameter's gradient is a sum over batch and time, where terms may cancel and their rounding errors do not; what
     # is left of a state after a long time is as small as one likes
