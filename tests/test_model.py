@@ -37,7 +37,8 @@ import optim
 import sample
 import train
 from inspection import counting
-from kernels import cache, choose
+from kernels import choose
+from kernels.cache import ROOMS, append_to_cache
 from model import FAMILIES, LM, ModelConfig
 from runtime import distributed
 from tools import parameters as table
@@ -89,12 +90,11 @@ def in_chunks(lm, idx, splits):
 # ------------------------------------------------------------------------------------------ sequences, chunks and steps
 
 @ALL_FAMILIES
-@pytest.mark.parametrize("splits", [[1] * 24, [5, 1, 1, 16, 1]], ids=str)
 @torch.no_grad()
-def test_chunks_with_their_state_equal_the_whole(family, splits):
+def test_chunks_with_their_state_equal_the_whole(family):
     """So no token changes anything before it: a chunk has not seen what follows."""
     lm, idx = tiny(family, window=13, block_size=48), tokens(2, 24)  # two layers of it see 24 back
-    whole, (logits, state) = lm(idx)[0], in_chunks(lm, idx, splits)
+    whole, (logits, state) = lm(idx)[0], in_chunks(lm, idx, [1, 1, 5, 1, 14, 1, 1])
     close(logits, whole, 1e-4)  # float32, matrices several times as large as at the start of training
     after = lm(idx, state=state)[0]
     assert torch.equal(lm(idx, state=state)[0], after), "the state was not left as it was"
@@ -146,38 +146,31 @@ def trained(family, dtype, recompute, **changes):
 
 
 @ALL_FAMILIES
-@pytest.mark.parametrize("documents", ("join", "pack"))
-def test_training_in_either_dtype_with_and_without_recomputation(family, documents):
+def test_training_in_either_dtype_with_and_without_recomputation(family):
     """Every parameter gets a gradient. Recomputed layers train to the bit the same; in bfloat16 all agrees with float32
     by the size of the whole, gradients loosely: the first o of a head is (q . k) v, whose norm magnifies rounding where
     q . k is nearly 0."""
-    if family in model.POSITIONS and documents == "pack":
-        return  # refused
     noisy = {"gla": 0.8, "gla_released": 0.9, "retnet": 0.5, "rwkv": 0.5}  # one that is not there at all differs by 1
     differ = lambda a, b, least=1e-6: ((a - b).norm() / (b.norm() + least)).item()
-    runs = []
-    for dtype in (torch.float32, torch.bfloat16):
-        lm, logits, loss, grads = trained(family, dtype, "none", documents=documents, end_of_text=63)
-        _, _, same, again = trained(family, dtype, "block", documents=documents, end_of_text=63)
-        assert torch.equal(loss, same) and [n for n, g in grads.items() if not torch.equal(g, again[n])] == []
-        runs.append((logits, grads))
-    (logits, grads), (rounded, near) = runs
+    how = {"documents": "join" if family in model.POSITIONS else "pack", "end_of_text": 63}
+    _, logits, _, grads = trained(family, torch.float32, "none", **how)
+    _, rounded, loss, near = trained(family, torch.bfloat16, "none", **how)
+    _, _, same, again = trained(family, torch.bfloat16, "block", **how)
+    assert torch.equal(loss, same) and [n for n, g in near.items() if not torch.equal(g, again[n])] == []
     assert differ(rounded, logits) < 0.05
     largest = max(g.norm() for g in grads.values())
     for name, g in grads.items():
         assert g.isfinite().all() and (g != 0).float().mean() > (0.5 if name != "embed.weight" else 0.99), name
         assert differ(near[name], g, 0.01 * largest) < noisy.get(family, 0.2), name
-    if documents == "join":
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            idx = tokens(2, 24)
-            assert differ(in_chunks(lm, idx, [5, 1, 18])[0], tiny(family)(idx)[0]) < 0.05
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        idx = tokens(2, 24)
+        assert differ(in_chunks(tiny(family), idx, [5, 1, 18])[0], tiny(family)(idx)[0]) < 0.05
 
 
-@pytest.mark.parametrize("family", ["longhorn", "llama", "deltanet"])
-def test_compiled_equals_eager(family):
-    """Three are enough: that every operator compiles is asked in test_linear_attention.py and test_ops.py."""
+def test_compiled_equals_eager():
+    """Every operator is compiled in test_conformance.py."""
     torch.compiler.reset()
-    lm, idx, targets = tiny(family, n_layer=1), tokens(2, 16), tokens(2, 16, seed=2)
+    lm, idx, targets = tiny("longhorn", pattern="longhorn,llama"), tokens(2, 16), tokens(2, 16, seed=2)
     run = torch.compile(lm, backend="aot_eager", fullgraph=True)
     (logits, loss), (compiled_logits, compiled_loss) = lm(idx, targets), run(idx, targets)
     close(compiled_logits, logits)
@@ -341,64 +334,56 @@ def test_state_size_is_that_of_the_state_and_constant_for_all_but_attention(fami
     for changes in ({"d_state": 4}, {"n_layer": 1, "d_conv": 1}):
         lm = tiny(family, **changes)
         assert numel(lm(tokens(3, 10), state=lm.initial_state(3))[2]) == 3 * counting.state_size(lm, 10)
-    state, idx = lm.initial_state(1), tokens(1, 80)
-    for t in range(80):
+    state, idx = lm.initial_state(1), tokens(1, 40)
+    for t in range(40):
         _, _, state = lm(idx[:, t:t + 1], state=state, last_only=True)
         assert numel(state) == counting.state_size(lm, t + 1)
     caches = any(issubclass(b, model.Attention) for b in FAMILIES[family])
-    assert (counting.state_size(lm, 80) > counting.state_size(lm, 10)) == caches
-    assert (counting.state_size(lm, 80) > counting.state_size(lm, 40)) == (caches and family != "swa")  # window 12
+    assert (counting.state_size(lm, 40) > counting.state_size(lm, 10)) == caches
+    assert (counting.state_size(lm, 40) > counting.state_size(lm, 20)) == (caches and family != "swa")  # window 12
     held = lambda s: s.untyped_storage().nbytes() // 4 if isinstance(s, torch.Tensor) else sum(map(held, s))
     at_once = lm(idx, state=lm.initial_state(1))[2]
     assert max(held(s) / numel(s) for s in (state, at_once)) <= 2, "a view keeps the past alive"
 
 
-def test_a_compiled_model_reads_on():
-    lm, idx = tiny("llama", n_layer=1), tokens(2, 12)
-    compiled, rooms = torch.compile(lm, backend="eager", dynamic=True), len(cache.ROOMS)
-    with torch.no_grad():
-        close(in_chunks(compiled, idx, [8, 4])[0], lm(idx)[0])
-        assert len(cache.ROOMS) == rooms  # a graph holds torch.cat
-
-
-def test_a_token_does_not_copy_the_cache():
-    lm, idx, moves = tiny("llama", n_layer=1), tokens(2, 300), 0
-    with torch.no_grad():
-        state = lm.initial_state(2)
-        for t in range(300):
-            before = state[0][0][0].data_ptr()
-            _, _, state = lm(idx[:, t:t + 1], state=state)
-            moves += state[0][0][0].data_ptr() != before
-    keys = state[0][0][0]
-    assert moves < 12 and keys.shape[2] == 300
-    assert keys.untyped_storage().nbytes() <= 1.25 * keys.numel() * 4 + 32 * keys[:, :, 0].numel() * 4
+def keys_and_values(steps):
+    return tuple(torch.randn(2, 2, 3, steps, 5))
 
 
 @pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode, torch.enable_grad))
-@pytest.mark.parametrize("change", [lambda a: a, lambda a: a[:, :, :-4], torch.Tensor.double],
-                         ids=["as it was", "cut", "of another dtype"])
+@pytest.mark.parametrize("change", [
+    lambda k, v: (k, v), lambda k, v: (k[:, :, :-4], v[:, :, :-4]), lambda k, v: (k.double(), v.double()),
+    lambda k, v: (k, torch.randn_like(v))], ids=["as it was", "cut", "of another dtype", "of other values"])
 def test_a_cache_continues_whatever_was_done_to_it(change, mode):
-    lm, idx = tiny("llama", n_layer=1), tokens(2, 20)
+    """And twice: neither writes into the other's past."""
     with mode():
-        state = lm(idx[:, :10], state=lm.initial_state(2))[2]
-        (kv, mlp), = lm(idx[:, 10:], state=state)[2]
+        cache = cache_of(keys_and_values(0), keys_and_values(10), keys_and_values(1))
     with torch.no_grad():
-        kv = tuple(map(change, kv))
-        idx = idx[:, :kv[0].shape[2]]
-        ways = [tokens(2, 5, seed=seed) for seed in (3, 4)]
-        begun = [lm(way[:, :3], state=[[kv, mlp]]) for way in ways]  # neither may write into the other's past
-        for way, (logits, _, after) in zip(ways, begun, strict=True):
-            got = torch.cat([logits, lm(way[:, 3:], state=after)[0]], 1)
-            close(got, lm(torch.cat([idx, way], 1))[0][:, -5:])
+        cache = change(*cache)
+        ways = [[cache, keys_and_values(3), keys_and_values(2)] for _ in range(2)]
+        whole = [[torch.cat([part.float() for part in parts], 2) for parts in zip(*way, strict=True)] for way in ways]
+        begun = [cache_of(*way[:2]) for way in ways]
+        for way, after, wanted in zip(ways, begun, whole, strict=True):
+            assert all(map(torch.equal, cache_of(after, way[2]), wanted))
 
 
-@torch.no_grad()
-def test_a_cache_of_keys_with_other_values():
-    new = lambda: (torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5))
-    keys, values = cache.append_to_cache(new(), *new())
-    (k, v), others = new(), torch.randn_like(values)
-    after = cache.append_to_cache((keys, others), k, v)
-    assert torch.equal(after[0], torch.cat([keys, k], 2)) and torch.equal(after[1], torch.cat([others, v], 2))
+def cache_of(cache, *parts):
+    for part in parts:
+        cache = append_to_cache(cache, *part)
+    return cache
+
+
+def test_a_token_does_not_copy_the_cache_and_a_graph_holds_no_room():
+    cache, moves = keys_and_values(0), 0
+    with torch.no_grad():
+        for _ in range(300):
+            before, cache = cache[0].data_ptr(), append_to_cache(cache, *keys_and_values(1))
+            moves += cache[0].data_ptr() != before
+        assert moves < 12 and cache[0].shape[2] == 300
+        assert cache[0].untyped_storage().nbytes() <= 1.25 * cache[0].numel() * 4 + 32 * cache[0][:, :, 0].numel() * 4
+        rooms, new = len(ROOMS), keys_and_values(2)
+        compiled = torch.compile(append_to_cache, backend="eager", fullgraph=True)(cache, *new)
+        assert len(ROOMS) == rooms and all(map(torch.equal, compiled, cache_of(cache, new)))
 
 
 # ----------------------------------------------------------------------------------------- initialisation, weight decay
@@ -473,7 +458,7 @@ def test_every_parameter_starts_as_its_paper_says(family, L, H):
         assert low - 1e-3 <= drawn.min() and drawn.max() <= high + 1e-3 * abs(high), name
         assert abs(drawn.mean() - law.mean()) < law.std() * slack, name
         assert p.numel() < 8 or drawn.std() == pytest.approx(law.std(), rel=slack), name
-        assert stats.kstest(drawn.flatten(), law.cdf).pvalue > 1e-4, f"{name} is not {kind}"
+        assert stats.kstest(drawn.flatten()[:5000], law.cdf).pvalue > 1e-4, f"{name} is not {kind}"
 
 
 def test_an_edit_leaves_the_draws_of_all_other_parameters():
@@ -502,7 +487,6 @@ class Written(model.GLA):
 
 WRITES = {  # what a constructor does: the parameter that it writes to
     "out_proj.weight": lambda m: nn.init.zeros_(m.out_proj.weight),
-    "v.weight": lambda m: nn.init.trunc_normal_(m.v.weight, std=0.1),
     "qk.weight": lambda m: m.apply(lambda part: isinstance(part, nn.Linear) and nn.init.normal_(part.weight)),
     "gate.bias": lambda m: m.gate.bias.data[3:].fill_(-2.0),
     "gate.weight": lambda m: m.gate.weight.data.mul_(0.5),
@@ -809,13 +793,12 @@ def of_the_page():
 def test_values_passed_between_layers():
     """With states, recomputation and packed documents as any family; where all of the share is the first layer's, the
     others' own values do not matter."""
-    for splits in ([1] * 24, [5, 1, 1, 16, 1]):
-        test_chunks_with_their_state_equal_the_whole("first_value", splits)
+    test_chunks_with_their_state_equal_the_whole("first_value")
     for documents in ("join", "pack"):
         kept, again = (trained("first_value", torch.float32, how, documents=documents, end_of_text=63)[3]
                        for how in ("none", "block"))
         assert all(torch.equal(gradient, again[name]) for name, gradient in kept.items())
-    test_packed_documents_are_those_read_alone("first_value", "")
+    test_packed_documents_are_those_read_alone("first_value")
     lm, idx = tiny("longhorn", pattern="first_value,llama", n_layer=4), tokens(2, 24)
     first, later = (lm.layers[i].branches[0].mixer for i in (0, 2))
     later.share.data.fill_(100.0)
@@ -925,13 +908,13 @@ def test_the_scale_of_residual_writes_follows_the_branches_of_the_model(pattern,
 @ENDLESS
 @torch.no_grad()
 def test_greedy_generation_is_the_argmax_of_the_whole(family):
-    lm, idx = tiny(family), tokens(2, 15)
-    out = sample.generate(lm, idx, 15, temperature=0)
-    assert out.shape == (2, 30) and torch.equal(out[:, :15], idx)
-    for t in range(15, 30):  # past block_size too
+    lm, idx = tiny(family, block_size=8), tokens(2, 6)
+    out = sample.generate(lm, idx, 6, temperature=0)
+    assert out.shape == (2, 12) and torch.equal(out[:, :6], idx)
+    for t in range(6, 12):  # past block_size too
         assert torch.equal(out[:, t], lm(out[:, :t])[0][:, -1].argmax(-1))
-    streamed = list(sample.stream(lm, idx, 15, temperature=0, chunk=7))  # and the prompt in pieces
-    assert all(token.shape == (2,) for token in streamed) and torch.equal(torch.stack(streamed, 1), out[:, 15:])
+    streamed = list(sample.stream(lm, idx, 6, temperature=0, chunk=4))  # and the prompt in pieces
+    assert all(token.shape == (2,) for token in streamed) and torch.equal(torch.stack(streamed, 1), out[:, 6:])
 
 
 def test_top_k_and_top_p_cut_the_tail():
@@ -959,11 +942,9 @@ def test_top_k_and_top_p_cut_the_tail():
         "longhorn,", "longhorn*0", "longhorn llama", "longhorn*99999")),
     ({"model": "swa", "window": -1}, "window -1"), ({"model": "deltanet", "step": "midpoint"}, "'midpoint'"),
     *(({name: value}, f"{name} {value} must be ") for name, value in (
-        ("n_embd", 0), ("n_layer", -1), ("n_layer", 1025), ("vocab_size", 0), ("d_state", 0), ("d_conv", 0),
-        ("dt_rank", -1), ("mlp_multiple", 0), ("n_head", 0))),
+        ("n_embd", 0), ("n_layer", 1025), ("dt_rank", -1), ("norm_eps", 0.0))),
     ({"model": "llama", "n_head": 3}, "n_embd 32 is not a multiple of n_head 3 times 2: choose"),
     ({"model": "llama", "n_head": 32}, "divides 16"),  # one channel per head has no pair to rotate
-    *(({"model": family, "n_head": 3}, "n_head 3") for family in ("mamba2", "gla", "retnet", "kda")),
     ({"model": "gated_deltanet", "n_head": 32}, "divides 16"), ({"model": "rwkv", "n_head": 3}, "divides 32"),
     ({"backend": "fsued"}, "'fsued'"), ({"model": "rwkv_released", "documents": "pack"}, "documents=pack: positions "),
     ({"model": Mean, "documents": "pack"}, "documents=pack: Mean (test_model.py) ")], ids=str)
@@ -998,19 +979,17 @@ def test_the_table_is_printed(capsys, monkeypatch):
     assert row.split()[-1] == f"{48 * 2048 * (16 + 3) / 1e6:.2f}M"
 
 
-@pytest.mark.parametrize("family, backend", [
-    *((family, "") for family in FAMILIES if family not in model.POSITIONS),
-    ("longhorn", "torch"), ("llama", "torch"), ("deltanet", "torch")])
-def test_packed_documents_are_those_read_alone(family, backend):
+@ENDLESS
+def test_packed_documents_are_those_read_alone(family):
     """Logits, and every gradient: with documents of one token, and of none behind a row's last token."""
-    lm = tiny(family, n_layer=1, backend=backend, documents="pack", end_of_text=63)
-    idx, y = tokens(3, 150, 63), tokens(3, 150)  # three chunks of 64
-    for row, at in ((0, [0, 1, 2, 40, 43, 80]), (1, [70, 149])):
+    lm = tiny(family, n_layer=1, documents="pack", end_of_text=63)
+    idx, y = tokens(3, 30, 63), tokens(3, 30)
+    for row, at in ((0, [0, 1, 2, 10, 13, 20]), (1, [17, 29])):
         idx[row, at] = 63
     logits, loss = lm(idx, y)
     grads = torch.autograd.grad(loss, list(lm.parameters()))
     with torch.no_grad():  # through a state, in pieces that end before, at and after the end of a document
-        cuts = [1, 1, 39, 40, 1, 68]
+        cuts = [1, 1, 9, 9, 1, 9]
         parts = [idx]
         if family in ("llama", "swa"):
             with pytest.raises(ValueError, match="documents=pack: documents end at different places .* one at a time"):
@@ -1022,7 +1001,7 @@ def test_packed_documents_are_those_read_alone(family, backend):
     assert not torch.allclose(lm(idx)[0], logits, atol=1e-2)
     total = 0.0
     for row in range(3):
-        ends = [0, *((idx[row, :-1] == 63).nonzero()[:, 0] + 1).tolist(), 150]
+        ends = [0, *((idx[row, :-1] == 63).nonzero()[:, 0] + 1).tolist(), 30]
         for a, b in itertools.pairwise(ends):
             alone, loss = lm(idx[row:row + 1, a:b], y[row:row + 1, a:b])
             close(logits[row:row + 1, a:b], alone, 1e-4)
