@@ -1,8 +1,8 @@
 """Whole layers against transformers' own, with the same weights: outputs and every gradient, in float64. And the
 gradient of the initial state of Mesa, which it lacks.
 
-transformers casts to float32 inside these layers; here that is lifted, so that all but rotary angles (LLaMA) compute in
-float64. Its weights are made from ours by differentiable functions, so the gradients of both are those of our tensors.
+transformers casts to float32 inside these layers; here that is lifted, so that all compute in float64. Its weights are
+made from ours by differentiable functions, so the gradients of both are those of our tensors.
 
     python -m pytest tests/test_layers.py
 """
@@ -15,7 +15,6 @@ import torch.nn.functional as F
 import transformers
 from torch.func import functional_call
 from transformers.models.kimi_linear import modeling_kimi_linear
-from transformers.models.llama import modeling_llama
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.rwkv import modeling_rwkv
@@ -41,7 +40,7 @@ class Wide:
 @pytest.fixture(autouse=True)
 def without_casts():
     with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
-        modules = (modeling_kimi_linear, modeling_llama, modeling_mamba2, modeling_qwen3_next, modeling_rwkv)
+        modules = (modeling_kimi_linear, modeling_mamba2, modeling_qwen3_next, modeling_rwkv)
         patches = [mock.patch.object(module, "torch", Wide()) for module in modules]
         for patch in patches:
             patch.start()
@@ -140,30 +139,6 @@ def test_mamba2_is_transformers_mamba2_mixer(d, H, N, W):
         "dt_bias": m.dt_bias, "A_log": m.A_log, "D": m.skip, "norm.weight": m.norm_weight,
         "out_proj.weight": m.out_proj.weight}
     agree(layer.branches[0].mixer, theirs, weights, d, 1e-12)
-
-
-@pytest.mark.parametrize("d, H", [(32, 2), (48, 3), (16, 1)])
-def test_llama_is_transformers_decoder_layer(d, H):
-    _, layer = layer_of("llama", n_embd=d, n_head=H)
-    config = transformers.LlamaConfig(
-        hidden_size=d, num_attention_heads=H, num_key_value_heads=H, num_hidden_layers=1, rms_norm_eps=1e-5,
-        intermediate_size=layer.branches[1].mixer.w1.out_features, attn_implementation="sdpa")
-    rotary = modeling_llama.LlamaRotaryEmbedding(config)
-
-    class WithAngles(modeling_llama.LlamaDecoderLayer):
-        def forward(self, x):
-            return super().forward(x, position_embeddings=rotary(x, torch.arange(x.shape[1])[None]))
-
-    def weights(layer):
-        attention, mlp = (b.mixer for b in layer.branches)
-        q, k, v = attention.qkv.weight.chunk(3)
-        return {"self_attn.q_proj.weight": q, "self_attn.k_proj.weight": k, "self_attn.v_proj.weight": v,
-                "self_attn.o_proj.weight": attention.out_proj.weight, "mlp.gate_proj.weight": mlp.w1.weight,
-                "mlp.up_proj.weight": mlp.w3.weight, "mlp.down_proj.weight": mlp.w2.weight,
-                "input_layernorm.weight": layer.branches[0].norm.weight,
-                "post_attention_layernorm.weight": layer.branches[1].norm.weight}
-
-    agree(layer, WithAngles(config, 0), weights, d, 1e-6)
 
 
 @pytest.mark.parametrize("d", [32, 48])
