@@ -410,13 +410,11 @@ def what_autograd_keeps():
 def views(v):
     """The same numbers laid out otherwise."""
     n = v.shape[-1]
-    middle, step = (torch.full((*v.shape[:-1], 2 * n + 3), math.nan, dtype=v.dtype) for _ in range(2))
-    middle[..., 1:1 + n], step[..., 0:2 * n:2] = v, v
+    middle = torch.full((*v.shape[:-1], 2 * n + 3), math.nan, dtype=v.dtype)
+    middle[..., 1:1 + n] = v
     every = torch.full((v.shape[0], 2 * v.shape[1], v.shape[2]), math.nan, dtype=v.dtype)
     every[:, 1::2] = v
-    yield from (middle[..., 1:1 + n], step[..., 0:2 * n:2], every[:, 1::2])
-    yield v.transpose(0, 1).contiguous().transpose(0, 1)
-    yield v.transpose(1, 2).contiguous().transpose(1, 2)
+    return middle[..., 1:1 + n], every[:, 1::2], v.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 # -------------------------------------------------------------------------------------- sources, and CUDA on a CPU

@@ -393,8 +393,7 @@ REFUSED = [  # operator, backend, device, dtype, words
     ("wkv4", "fused", "cuda", F32, "no library has RWKV-4's wkv: leave backend empty"),
     ("selective_scan", "fused", "cpu", F32, "the tensors are on cpu: leave backend empty"),
     ("attention", "fused", "cuda", F32, "flash-attn takes bfloat16, float16, got float32"),
-    *((op, "fused", "cuda", F32, "flash-linear-attention takes bfloat16, float16, got float32")
-      for op in ("retention", "delta_rule", "gated_delta_rule", "kda", "mesa")),
+    ("kda", "fused", "cuda", F32, "flash-linear-attention takes bfloat16, float16, got float32"),
     ("causal_conv1d", "fused", "cuda", torch.float64, "causal-conv1d takes float32, bfloat16, float16, got float64")]
 
 
