@@ -654,17 +654,6 @@ def test_a_block_is_its_equations(family, changes):
         close(y, equations(x, linear, p, lm.config), 1e-6 if "retnet" in family else 1e-12)
 
 
-@torch.no_grad()
-def test_the_cache_of_a_window_ends_where_it_ends():
-    lm, idx = tiny("swa", n_layer=1, window=5), tokens(2, 60)
-    logits, state = in_chunks(lm, idx, [20, 1, 1, 38])
-    assert numel(state) == 2 * 2 * 5 * 32 == 2 * counting.state_size(lm, 60)
-    assert counting.state_size(lm, 3) == 2 * 3 * 32
-    close(logits, lm(idx)[0])
-    recent = lm(idx[:, -5:])[0][:, -1]  # rotary angles are differences: what was read before the window is nothing
-    close(logits[:, -1], recent)
-
-
 @pytest.mark.parametrize("family", ["llama", "swa", "retnet"])
 @torch.no_grad()
 def test_positions_are_not_rounded_to_16_bits(family):
@@ -706,8 +695,7 @@ def test_steps_and_their_gradients(step):
 def test_as_released():
     """Positions are added to RWKV's embedding, and end; RetNet's norms have another eps."""
     lm, idx = shake(tiny("rwkv_released")), tokens(2, 24)
-    whole, (logits, state) = lm(idx)[0], in_chunks(lm, idx, [5, 1, 18])
-    close(logits, whole)
+    whole, state = lm(idx)[0], in_chunks(lm, idx, [24])[1]
     h = lm.embed(idx) + lm.positions.weight[:24]
     for layer in lm.layers:
         h, _, _ = layer(h)
@@ -827,16 +815,11 @@ for command in sys.argv[1:]:
     except SystemExit as stop:
         assert not stop.code, command
 """
-ELSEWHERE = """
-import sys, torch, transformers
-model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
-print("found", *model.generate(torch.tensor([[10]]), max_new_tokens=8, do_sample=False)[0].tolist())
-"""
 
 
 @pytest.mark.usefixtures("of_the_page")
 def test_families_of_files_of_ones_own_are_known_to_every_program(data, tmp_path):
-    """The blocks of the page as printed, in a copy of this tree; the export continues a text where there is no copy."""
+    """The blocks of the page as printed, in a copy of this tree."""
     root, out = tmp_path / "copy", tmp_path / "run"
     path, text = re.search(r"`(config/\w+\.py)`:\n\n((?:    .*\n)+)", PAGE).groups()
     (copied_tree(root) / path).write_text(textwrap.dedent(text))
@@ -849,15 +832,12 @@ def test_families_of_files_of_ones_own_are_known_to_every_program(data, tmp_path
                 f"export.py --out_dir={out} --to={tmp_path / 'hf'}",
                 f"experiments/extrapolation.py --checkpoint {out} --lengths=32,64 --eval_tokens=256 "
                 f"--out={tmp_path / 'far.json'}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_MODULES_CACHE": str(tmp_path / "modules"),
-                   "LONGHORN_BUILD_DIR": str(CONFIG.parent / "build"), "HF_HUB_OFFLINE": "1"}
-    for where, options in ((root, ["-c", PROGRAMS, *commands]), (tmp_path, ["-I", "-c", ELSEWHERE, tmp_path / "hf"])):
-        said = subprocess.run([sys.executable, *options], cwd=where, env=environment, capture_output=True, text=True)
-        assert said.returncode == 0, said.stderr
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LONGHORN_BUILD_DIR": str(CONFIG.parent / "build")}
+    said = subprocess.run([sys.executable, "-c", PROGRAMS, *commands], cwd=root, env=environment, capture_output=True,
+                          text=True)
+    assert said.returncode == 0, said.stderr
     code = json.loads((out / "config.json").read_text())["environment"]["code_files"]
     assert {f"families/{name}.py" for name, _ in BLOCKS} <= code.keys()
-    written = sample.generate(sample.load_model(out)[0], torch.tensor([[10]]), 8, temperature=0)
-    assert said.stdout.split("found ")[1].split() == list(map(str, written[0].tolist()))
 
 
 # ------------------------------------------------------------------------------------------------------------- patterns
