@@ -26,7 +26,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +34,16 @@ from typing import Literal, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+try:
+    import torch
+except ImportError:
+    sys.exit(f"bench/gpu.py: error: {sys.executable} has no torch: choose another interpreter with make gpu "
+             "PYTHON=..., or let plain make gpu install .venv")
 import configurator  # noqa: E402
+from bench.measure import check_out, new_record, write_record  # noqa: E402
 from common.errors import ConfigError, main_error  # noqa: E402
 from configurator import Seconds  # noqa: E402
+from kernels import cuda  # noqa: E402
 from runtime.records import fields, read_json  # noqa: E402
 
 CALLS = {"correctness": ("environment", "build", "tests", "memcheck", "racecheck", "mamba_ssm", "fused"),
@@ -54,25 +60,25 @@ class Stage(NamedTuple):
     name: str
     limit_s: float
     command: list
-    packages: tuple = ()  # that this Python must have
-    program: str = ""     # that must be installed
+    needs: tuple = ()  # packages of this Python, and programs, that must be installed
     budget: object = None  # seconds of the stage -> what the command is told with --budget_s
 
 
 # ----------------------------------------------------------------------------------------------------------- the stages
 
 def stages(out, dry_run):
-    tiny = ["--dry-run"] if dry_run else []
-
     def ours(name, words):
         """One of our programs, which writes the stage's record."""
         return [sys.executable, *words.split(), f"--out={out / name}.json"]
+
+    def ops(name, function):
+        return ours(name, f"bench/ops.py {function}") + ["--dry-run"] * dry_run
 
     def sanitized(name):
         # without PyTorch's cache each tensor is a separate allocation, so that an access beyond its end is detected
         words = (f"env PYTORCH_NO_CUDA_MEMORY_CACHING=1 {SANITIZER} --tool {name} --error-exitcode 9 "
                  "--report-api-errors no --print-limit 20")
-        return Stage(name, 40, [*words.split(), *ours(name, "bench/ops.py small"), *tiny], program=SANITIZER)
+        return Stage(name, 40, [*words.split(), *ops(name, "small")], (SANITIZER,))
 
     def training(name, T):
         """Compiled steps of the 120M models on random tokens, 32K per step, as in train.py."""
@@ -86,20 +92,20 @@ def stages(out, dry_run):
     ncu = "ncu --clock-control none --launch-count 12 --kernel-name regex:forward|backward".split()
     for section in "SpeedOfLight SchedulerStats WarpStateStats MemoryWorkloadAnalysis LaunchStats Occupancy".split():
         ncu += ["--section", section]
-    scan = "bench/scan.py --device=cuda" + (" --dry_run --rounds=2" if dry_run else "")
+    scan = "bench/scan.py --device=cuda" + " --dry-run --rounds=2" * dry_run
     return [
-        Stage("environment", 40, ours("environment", "bench/ops.py environment") + tiny),
-        Stage("build", 150, ours("build", "bench/ops.py build") + tiny),
+        Stage("environment", 40, ops("environment", "environment")),
+        Stage("build", 150, ops("build", "build")),
         Stage("tests", 200, gpu_tests(), ("pytest", "hypothesis")),
         sanitized("memcheck"),
         sanitized("racecheck"),
-        Stage("mamba_ssm", 30, [sys.executable, "bench/scan_cuda.py"], ("mamba_ssm",)),
+        Stage("mamba_ssm", 30, ops("mamba_ssm", "mamba_ssm"), ("mamba_ssm",)),
         Stage("fused", 30, pytest("tests/test_fused.py"), ("pytest", "hypothesis")),  # other libraries' kernels
         Stage("scan_cuda", 160, ours("scan_cuda", scan), budget=lambda seconds: seconds - 30),
-        Stage("profile", 40, ncu + ours("profile", "bench/ops.py profiled") + tiny, program="ncu"),
-        Stage("convolution", 30, ours("convolution", "bench/ops.py convolution") + tiny),
-        Stage("loss", 30, ours("loss", "bench/ops.py loss") + tiny),
-        Stage("variants", 80, ours("variants", "bench/ops.py variants") + tiny, budget=lambda seconds: seconds),
+        Stage("profile", 40, ncu + ops("profile", "profiled"), ("ncu",)),
+        Stage("convolution", 30, ops("convolution", "convolution")),
+        Stage("loss", 30, ops("loss", "loss")),
+        Stage("variants", 80, ops("variants", "variants"), budget=lambda seconds: seconds),
         training("training", 1024),
         training("training_4096", 4096),
         training("training_8192", 8192)]
@@ -122,16 +128,6 @@ def gpu_tests():
     return pytest(*files, "-k", "test_gpu or test_conv and cuda]")
 
 
-def missing(stage):
-    """What a stage needs and does not find here, or None."""
-    for package in stage.packages:
-        if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed in this Python"
-    if stage.program and shutil.which(stage.program) is None:
-        return f"{stage.program} is not installed"
-    return None
-
-
 # ----------------------------------------------------------------------------------------------------------- the runner
 
 def run_limited(command, limit_s, log):
@@ -148,41 +144,30 @@ def run_limited(command, limit_s, log):
             return None
         finally:  # also after an interrupt
             for number in (signal.SIGTERM, signal.SIGKILL):
-                try:
+                with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
                     os.killpg(child.pid, number)
                     child.wait(PATIENCE_S)
-                except (ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
-                    pass
 
 
-@contextlib.contextmanager
-def clock():
-    """Yields a dict that is filled when the block ends: the GPU's clock (SM, in MHz) while it was busy, see `sm_clock`.
-    It stays empty where nvidia-smi does not answer."""
-    found = {}
-    with tempfile.TemporaryFile("w+") as lines:
-        try:
-            watcher = subprocess.Popen(CLOCK.split(), stdin=subprocess.DEVNULL, stdout=lines, stderr=subprocess.DEVNULL)
-        except OSError:
-            yield found
-            return
-        try:
-            yield found
-        finally:
-            watcher.kill()
-            watcher.wait()
-            lines.seek(0)
-            found.update(sm_clock(lines.read()))
+def at_its_clock(f, *arguments):
+    """(f(*arguments), the GPU's clock meanwhile, see `sm_clock`; {} where nvidia-smi does not answer)."""
+    try:
+        watcher = subprocess.Popen(CLOCK.split(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                   stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        return f(*arguments), {}
+    try:
+        result = f(*arguments)
+    finally:
+        watcher.kill()
+        lines, _ = watcher.communicate()  # a pipe holds 13 minutes of them
+    return result, sm_clock(lines)
 
 
 def sm_clock(lines):
     """{"samples", "median_mhz", "least_mhz", "most_mhz", "limit_mhz"} of nvidia-smi's lines, "clock, limit, percent
     busy", of those where the GPU was busy for half of the time or more."""
-    rows = []
-    for line in lines.splitlines():
-        words = line.split(", ")
-        if len(words) == 3 and all(word.strip().isdecimal() for word in words):
-            rows.append([int(word) for word in words])
+    rows = [[int(word) for word in row] for row in re.findall(r"^(\d+), (\d+), (\d+)$", lines, re.M)]
     busy = [mhz for mhz, _, percent in rows if percent >= 50]
     if not busy:
         return {}
@@ -192,9 +177,7 @@ def sm_clock(lines):
 
 def run_stage(stage, out, limit_s, dry_run=False):
     """Run a stage, and write its record; returns the record. Its entry "stage" says how it ended: status (ok, failed,
-    over time, or skipped), reason, exit_status, command, seconds; "clock" is what `clock` found."""
-    from bench.measure import new_record, write_record
-
+    over time, or skipped), reason, exit_status, command, seconds; "clock" is the GPU's."""
     record, log = out / f"{stage.name}.json", out / f"{stage.name}.log"
     record.unlink(missing_ok=True)
     command = list(stage.command)
@@ -202,19 +185,18 @@ def run_stage(stage, out, limit_s, dry_run=False):
         command.append(f"--budget_s={max(1.0, stage.budget(limit_s - 5)):.0f}")
     started = time.monotonic()
     exit_status, text, ran_at = None, "", {}
-    lacking = missing(stage)
-    if lacking:
-        status, reason = "skipped", lacking
+    missing = [name for name in stage.needs if not (importlib.util.find_spec(name) or shutil.which(name))]
+    if missing:
+        status, reason = "skipped", f"{missing[0]} is not installed"
     else:
         try:
-            with clock() as ran_at:
-                exit_status = run_limited(command, limit_s, log)
+            exit_status, ran_at = at_its_clock(run_limited, command, limit_s, log)
             text = log.read_text(errors="replace")
             status, reason = verdict(stage, limit_s, exit_status, text)
         except OSError as error:
             status, reason = "failed", str(error)
     ended = read_json(record) if record.exists() else new_record(stage.name, finished=status == "ok")
-    if "pytest" in stage.packages:
+    if "pytest" in stage.needs:
         ended |= counts(text)
     ended["dry_run"] = dry_run
     ended["clock"] = ran_at
@@ -231,7 +213,7 @@ def verdict(stage, limit_s, exit_status, text):
         return "over time", f"killed at its limit of {limit_s:.0f} s; its results up to then are kept"
     if exit_status < 0:
         return "failed", f"ended by signal {-exit_status} ({signal.Signals(-exit_status).name})"
-    if stage.program == SANITIZER:
+    if SANITIZER in stage.needs:
         counted = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", text)
         if not counted or "Device not supported" in text:
             return "skipped", f"{SANITIZER} does not work here: {last_line(text)}"
@@ -308,22 +290,17 @@ def faults(folder):
         return
     for name, record in records.items():
         with fields(f"{name}.json"):
-            for fault in (*origin_faults(record["environment"], records["tests"]["environment"]),
-                          *correctness_faults(name, record), *number_faults(record)):
+            for fault in (*faults_of(name, record, records["tests"]["environment"]), *number_faults(record)):
                 yield f"{name}.json: {fault}"
 
 
-def origin_faults(ran, tests_ran):
-    for name in ("gpu", "torch", "commit"):
-        if not ran[name]:
-            yield f"it names no {name}"
-        elif ran[name] != tests_ran[name]:
-            yield f"its {name} is {ran[name]}, and that of tests.json {tests_ran[name]}"
+def faults_of(name, record, tests_ran):
+    ran = record["environment"]
+    for part in ("gpu", "torch", "commit"):
+        if ran[part] != tests_ran[part]:
+            yield f"its {part} is {ran[part]}, and that of tests.json {tests_ran[part]}"
     if ran["uncommitted_changes"] is not False:
         yield "it was measured with uncommitted changes, or outside git"
-
-
-def correctness_faults(name, record):
     if record.get("dry_run"):
         yield "a dry run measures nothing"
     if name in CHECKED and record["stage"]["status"] not in ("ok", "skipped"):
@@ -377,11 +354,6 @@ class Options:
 
 def choose_folder(args):
     """Where the records go. Raises ConfigError if nothing can be measured here."""
-    try:
-        import torch
-    except ImportError:
-        raise ConfigError(f"{sys.executable} has no torch: choose another interpreter with make gpu PYTHON=..., or let "
-                          "plain make gpu install .venv") from None
     if args.dry_run:
         return Path(args.out or ROOT / "out" / "gpu_dry").resolve()
     if not torch.cuda.is_available():
@@ -397,12 +369,9 @@ def main(argv):
     if args.check:
         return check(args.check)
     out = choose_folder(args)
-    from bench.measure import check_out
-
-    check_out(out / "environment.json", "another --out (make gpu OUT=...)", args.dry_run)
+    check_out(out / "environment.json", args.dry_run)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running stage
-    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ] + ["/usr/local/cuda"]
-    os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *(f"{home}/bin" for home in homes)])
+    os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *(f"{home}/bin" for home in cuda.homes())])
     failed, done = 0, {}
     calls = {name: CALLS[name] for name in args.stages if name in CALLS}
     if alone := [name for name in args.stages if name not in CALLS]:

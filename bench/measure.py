@@ -3,23 +3,35 @@
     relative error = |got - true| / (|true| + TINY)       2-norms; any NaN makes it NaN, which counts as wrong
 
 TINY is needed because at logits of -1000 a true gradient can be smaller than float32 can represent.
+
+What is compared in time takes turns, round after round, so that other load on the machine affects all alike:
+`time_contenders` calls operators in this process, and a `Worker` is a process that holds a model.
+
+Gigabytes are written on a GPU before every timed pass. That empties the cache, and keeps the device busy until the host
+has queued the whole pass: otherwise the time of a short kernel would include Python's overhead.
 """
 
+import contextlib
 import ctypes
 import datetime
-import errno
+import functools
 import gc
 import importlib
+import io
+import json
 import math
+import multiprocessing
 import os
+import re
+import signal
+import time
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 
 from common.errors import ConfigError
-from common.files import temporary
 from configurator import Range
 from kernels import build
 from runtime import records
@@ -31,20 +43,18 @@ TINY = 1e-15
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # The system refuses more, and OpenMP then ends the process.
 Threads = Annotated[int, Range(1, 16 * (os.cpu_count() or 1))]
+PASSES = ("forward", "backward", "forward_backward")
+CONTENDER_SECONDS = 2.0  # time limit of a contender's passes, after the first three rounds
+START_S = 600  # time limit for building the kernels, and for torch.compile
 
 
 # ---------------------------------------------------------------------------------------------------- inputs and errors
 
-def make_inputs(B, T, D, N, dtype, extras=True, device="cpu", key=1.0, logit=None):
-    """Random arguments of longhorn_scan by name: x, dt (B, T, D) and k, q (B, T, N) in `dtype`.
-
-    extras: also D, dt_bias (D,) in float32 and z (B, T, D). key: a factor on k. logit: dt is +logit or -logit
-    everywhere.
-    """
+def make_inputs(B, T, D, N, dtype, device="cpu", key=1.0, logit=None):
+    """Random arguments of longhorn_scan by name: x, dt, z (B, T, D) and k, q (B, T, N) in `dtype`, D, dt_bias (D,) in
+    float32. key: a factor on k. logit: dt is +logit or -logit everywhere."""
     g = torch.Generator(device).manual_seed(0)
-    shapes = dict(x=(B, T, D), dt=(B, T, D), k=(B, T, N), q=(B, T, N))
-    if extras:
-        shapes |= dict(D=(D,), z=(B, T, D), dt_bias=(D,))
+    shapes = dict(x=(B, T, D), dt=(B, T, D), k=(B, T, N), q=(B, T, N), D=(D,), z=(B, T, D), dt_bias=(D,))
     a = {name: torch.randn(*shape, generator=g, device=device) for name, shape in shapes.items()}
     a["k"] = a["k"] * key
     if logit is not None:
@@ -56,8 +66,7 @@ def as_mamba(a):
     """The same tensors as arguments of selective_scan; A is -1, ..., -N in every channel, Mamba's initial values."""
     D, N = a["x"].shape[2], a["k"].shape[2]
     A = -torch.arange(1.0, N + 1, device=a["x"].device).repeat(D, 1)  # (D, N)
-    names = dict(x="u", dt="delta", k="B", q="C", D="D", z="z", dt_bias="delta_bias")
-    return {"u": a["x"], "delta": a["dt"], "A": A} | {names[n]: v for n, v in a.items() if n not in ("x", "dt")}
+    return dict(u=a["x"], delta=a["dt"], A=A, B=a["k"], C=a["q"], D=a["D"], z=a["z"], delta_bias=a["dt_bias"])
 
 
 def leaves(a):
@@ -98,7 +107,196 @@ def compare(got, true, slack):
     return comparisons
 
 
-# ------------------------------------------------------------------------------------------------------ time and memory
+def wrong_in(comparisons):
+    """'y by 1.0e-02 (at most 2.0e-06), ...' for all that is wrong, or ''."""
+    words = []
+    for name, row in comparisons.items():
+        if not row["right"]:
+            words.append(f"{name} by {row['relative_error']:.1e} (at most {row['tolerance']:.1e})")
+    return ", ".join(words)
+
+
+def faults(f, plain, a, slack):
+    """What is wrong in f(**a), as `wrong_in` says it, by plain(**a) in float64."""
+    true = values_and_gradients(plain, a, torch.float64)
+    return wrong_in(compare(values_and_gradients(f, a), true, slack))
+
+
+# --------------------------------------------------------------------------------------------------------------- device
+
+class Cpu:
+    """The clock, the memory counter and the copy bandwidth of a device."""
+
+    name = "cpu"
+    flush_bytes = 1 << 26
+
+    @functools.cached_property
+    def flushed(self):
+        return torch.empty(self.flush_bytes, dtype=torch.uint8, device=self.name)
+
+    def laps(self, *steps):
+        """Seconds of each step, in sequence."""
+        times = [time.perf_counter()]
+        for step in steps:
+            step()
+            times.append(time.perf_counter())
+        return [b - a for a, b in zip(times, times[1:], strict=False)]
+
+    def copy_bandwidth(self):
+        """Bytes read and written per second: the median of 20 large copies."""
+        source = torch.randint(0, 256, self.flushed.shape, dtype=torch.uint8, device=self.name)
+        seconds = [self.laps(lambda: self.flushed.copy_(source))[0] for _ in range(23)][3:]
+        return 2 * source.numel() / median(seconds)
+
+    def recover(self):
+        """Gives memory back. False after an error that makes every later call of this process fail, such as a write
+        out of bounds on a GPU."""
+        gc.collect()
+        return True
+
+    def describe(self):
+        return {"name": records.cpu_model(), "lanes": build.library().longhorn_lanes()}
+
+
+class Gpu(Cpu):
+    name = "cuda"
+
+    def __init__(self):
+        self.properties = torch.cuda.get_device_properties(0)
+        self.flush_bytes = min(4 << 30, self.properties.total_memory // 16)
+
+    def laps(self, *steps):
+        """Seconds of each step on the device, in sequence, starting from an empty cache."""
+        self.flushed.zero_()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
+        events[0].record()
+        for step, event in zip(steps, events[1:], strict=True):
+            step()
+            event.record()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False)]
+
+    def recover(self):
+        gc.collect()
+        try:
+            torch.cuda.empty_cache()
+            torch.cuda.synchronize()
+            return torch.zeros(1, device="cuda").item() == 0
+        except RuntimeError:
+            return False
+
+    def describe(self):
+        p = self.properties
+        return {"name": p.name, "capability": f"{p.major}.{p.minor}", "multiprocessors": p.multi_processor_count,
+                "memory_bytes": p.total_memory}
+
+
+class Peak:
+    """Peak memory above the usage when this object was created: allocated on a GPU, resident on a CPU."""
+
+    def __init__(self, device="cpu"):
+        self.cuda = torch.device(device).type == "cuda"
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            with contextlib.suppress(AttributeError, OSError):  # not Linux
+                ctypes.CDLL(None).malloc_trim(0)
+                Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the resident size
+        self.before = self._most()
+
+    def bytes(self):
+        """The peak in bytes, or None if the system does not report it."""
+        return None if self.before is None else self._most() - self.before
+
+    def _most(self):
+        if self.cuda:
+            return torch.cuda.max_memory_allocated()
+        with contextlib.suppress(OSError):
+            return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+# ---------------------------------------------------------------------------------------------- operators taking turns
+
+class Pass(NamedTuple):
+    """What a contender does: call() -> y, and then the gradients of the tensors `wanted`, for dy."""
+
+    call: object
+    wanted: list
+    dy: torch.Tensor
+
+
+def a_pass(f, a, dy):
+    """The Pass of y = f(**a), and of the gradients of all its arguments."""
+    a = leaves(a)
+    return Pass(lambda: f(**a), list(a.values()), dy)
+
+
+class Contender:
+    """An operator that takes turns with others: its row of the record, its Pass, and the seconds of PASSES so far."""
+
+    def __init__(self, name, make, device, rounds):
+        self.row = {"contender": name}
+        self.device, self.rounds, self.seconds = device, rounds, []
+        self.attempt(self.warm_up, make)
+
+    def attempt(self, f, *arguments):
+        """f(*arguments), unless something has failed before; the row then has a 'reason'. Raises ConfigError if the GPU
+        is unusable after it."""
+        if "reason" in self.row:
+            return
+        try:
+            return f(*arguments)
+        except Exception as error:
+            self.row["reason"] = in_one_line(error)
+        self.run = None
+        if not self.device.recover():  # outside `except`, whose traceback keeps the failed call's tensors alive
+            name = self.row["contender"]
+            raise ConfigError(f"{name} made the GPU unusable ({self.row['reason']}): leave it out with "
+                              f"--without={name}")
+
+    def warm_up(self, make):
+        """The first passes, which may build, load or tune; then one that says how many fit in CONTENDER_SECONDS."""
+        self.run = make()
+        self.both()
+        peak = Peak(self.device.name)
+        self.both()
+        self.row["peak_bytes_above_inputs"] = peak.bytes()
+        self.forward()
+        self.turn()
+        fitting = int(CONTENDER_SECONDS / max(self.seconds.pop()[-1], 1e-9))
+        self.rounds = min(self.rounds, max(3, fitting))
+
+    def forward(self):
+        with torch.no_grad():
+            return self.device.laps(self.run.call)
+
+    def both(self):
+        """[seconds of the forward, of the backward]"""
+        call, wanted, dy = self.run
+        ys = []
+        return self.device.laps(lambda: ys.append(call()), lambda: torch.autograd.grad(ys[0], wanted, dy))
+
+    def turn(self):
+        (forward,) = self.forward()
+        with_states, backward = self.both()
+        self.seconds.append((forward, backward, with_states + backward))
+
+
+def time_contenders(contenders, device, rounds=10):
+    """All contenders in turn, {name: function () -> Pass}: a row for each, with times or with a 'reason'."""
+    entrants = [Contender(name, make, device, rounds) for name, make in contenders.items()]
+    for done in range(rounds):
+        for entrant in entrants:
+            if done < entrant.rounds:
+                entrant.attempt(entrant.turn)
+    for entrant in entrants:
+        if "reason" not in entrant.row:
+            for direction, seconds in zip(PASSES, zip(*entrant.seconds, strict=True), strict=True):
+                entrant.row[direction] = spread(seconds)
+    return [entrant.row for entrant in entrants]
+
 
 def spread(seconds):
     """Measured seconds for a record, to the nanosecond, with their median, quartiles and minimum."""
@@ -113,103 +311,96 @@ def quartiles(times, digits=1):
     return " .. ".join(f"{1e3 * s:.{digits}f}" for s in times["quartile_seconds"])
 
 
-def or_dash(value, form, unit):
+def or_dash(value, form, unit=1):
     """A cell of a table: value / unit in this form, or a dash for None."""
     return "-" if value is None else format(value / unit, form)
 
 
-def bytes_moved(B, T, D, N, itemsize, extras=True):
-    """{"forward", "forward_backward"}: bytes that the scan must read and write, counting every tensor once.
+# ------------------------------------------------------------------------------------------------ models taking turns
 
-    With autograd the forward also writes one state per chunk, in float32, and the backward reads them.
-    """
-    wide, narrow = B * T * D * itemsize, B * T * N * itemsize
-    z = int(extras)
-    forward = (3 + z) * wide + 2 * narrow                    # x, dt, (z) in, y out; k, q in
-    backward = (3 + z + 2 + z) * wide + 4 * narrow           # x, dt, dy, (z) in, dx, ddt, (dz) out; k, q in, dk, dq out
-    return {"forward": forward, "forward_backward": forward + backward + 2 * chunk_state_bytes(B, T, D, N)}
-
-
-def chunk_state_bytes(B, T, D, N):
-    """Bytes of the states that the scan's forward keeps for the backward."""
-    return 4 * B * math.ceil(T / build.CHUNK) * D * N
-
-
-def kept_bytes(forward):
-    """{address: bytes} of the storages that autograd keeps for the backward pass of forward()."""
-    kept = {}
-
-    def pack(v):
-        kept[v.untyped_storage().data_ptr()] = v.untyped_storage().nbytes()
-        return v
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda v: v):
-        results = forward()
-    del results
-    return kept
-
-
-class Peak:
-    """Peak memory above the usage when this object was created: allocated on a GPU, resident on a CPU."""
-
-    def __init__(self, device="cpu"):
-        self.cuda = torch.device(device).type == "cuda"
-        gc.collect()
-        if self.cuda:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            self.before = torch.cuda.memory_allocated()
-        else:
-            try:
-                ctypes.CDLL(None).malloc_trim(0)
-                Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the resident size
-                self.before = self._resident()
-            except (AttributeError, OSError):
-                self.before = None
-
-    def bytes(self):
-        """The peak in bytes, or None if the system does not report it."""
-        peak = torch.cuda.max_memory_allocated() if self.cuda else self._resident()
-        return None if peak is None or self.before is None else peak - self.before
-
-    def _resident(self):
+def serve(pipe, make, spec):
+    """A worker's main function: make(spec), then answer (seconds, method, arguments) until the pipe closes."""
+    output = io.StringIO()  # says which kernels were chosen: goes to the record, not between the lines of the table
+    with contextlib.redirect_stderr(output), contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         try:
-            lines = Path("/proc/self/status").read_text().splitlines()
-            return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
-        except (OSError, StopIteration):
-            return None
+            signal.alarm(START_S)  # ends the process, also inside a kernel
+            held = make(spec)
+            while True:
+                signal.alarm(0)
+                limit_s, method, arguments = pipe.recv()
+                signal.alarm(limit_s)
+                answer = getattr(held, method)(*arguments)
+                lines = output.getvalue().replace(f"{ROOT}/", "").splitlines()
+                pipe.send({**answer, "stderr": lines[-20:]})
+        except Exception as error:  # also EOFError: the other end has closed, and `send` says so again
+            pipe.send({"reason": in_one_line(error)})
+
+
+class Worker:
+    """A process that holds make(spec), whose methods return dicts, and its row of the record, which begins with `row`
+    and its about(). A 'reason' in the row says what failed: the process has then ended. It also ends with this object.
+    """
+
+    def __init__(self, make, spec, **row):
+        # fork from a process that has only imported torch: quick, and neither CUDA nor OpenMP has started there
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "model", "train"])
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, make, spec), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.row = row
+        self.spent = 0.0  # seconds of answering
+        self.row |= self.ask("about", limit_s=START_S)
+
+    def ask(self, method, *arguments, limit_s):
+        """The method's answer; {} from the first failure on."""
+        if "reason" in self.row:
+            return {}
+        began = time.perf_counter()
+        try:
+            self.pipe.send((math.ceil(limit_s), method, arguments))
+            answer = self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join(5)
+            answer = {"reason": how_it_ended(self.process.exitcode, limit_s)}
+        self.spent += time.perf_counter() - began
+        for name in ("reason", "stderr"):
+            if name in answer:
+                self.row[name] = answer.pop(name)
+        return answer
+
+
+def how_it_ended(status, limit_s):
+    if status == -signal.SIGALRM:
+        return f"ran past its limit of {limit_s:.0f} s"
+    return f"its process ended with status {status}" + (", perhaps out of memory" if status == -signal.SIGKILL else "")
 
 
 # -------------------------------------------------------------------------------------------------------------- records
 
-def check_out(out, instead="another --out", dry_run=False):
-    """Create a record's folder before anything is measured. Raises ConfigError if `out`, a file or None, cannot be
-    written, or is in results/ in a dry run or with uncommitted changes. `instead`: what the message suggests."""
-    if out is None:
-        return
+def check_out(out, dry_run=False):
+    """Create the folder of the record `out` before anything is measured. Raises OSError or ConfigError if it cannot be
+    written, or is in results/ in a dry run or with uncommitted changes."""
     if Path(out).resolve().is_relative_to(ROOT / "results"):
         if dry_run:
-            raise ConfigError(f"a dry run measures nothing, so its record does not belong in results/: give {instead}")
+            raise ConfigError("a dry run measures nothing, so its record does not belong in results/: give another "
+                              "--out")
         if code_version()["uncommitted_changes"]:
             raise ConfigError("results/ is for records of a commit, and this tree has uncommitted changes (see git "
-                              f"status): commit them, or give {instead}")
-    try:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        if Path(out).is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a folder")
-        tmp = Path(temporary(out))
-        tmp.touch()
-        tmp.unlink()
-    except OSError as error:
-        raise ConfigError(f"cannot write {out} ({error.strerror}): give {instead}") from None
+                              "status): commit them, or give another --out")
+    folder = Path(out).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"cannot write to {folder}: give another --out")
 
 
-def record_file(args, name):
+def record_file(args, name, dry_run=False):
     """--out, or with --save results/<name>.json, or out/<name>.json. Raises ConfigError where it cannot be written."""
     out = Path(args.out or ROOT / ("results" if args.save else "out") / f"{name}.json").resolve()
     if out.suffix != ".json":
         raise ConfigError(f"--out={args.out}: name a .json file; the table and the picture go beside it")
-    check_out(out)  # before anything is measured
+    check_out(out, dry_run)
     return out
 
 
@@ -227,24 +418,18 @@ def headline(record, device=None):
 
 
 def write_record(out, record):
-    """Write a record to the file `out`, unless that is None; non-finite numbers become null."""
-    if out is not None:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        records.write_json(out, finite(record))
+    """Write a record; numbers that are not finite become null, as JSON has no NaN."""
+    records.write_json(out, json.loads(json.dumps(record), parse_constant=lambda name: None))
 
 
-def finite(record):
-    """The record with None for every non-finite number, because JSON has no NaN."""
-    if isinstance(record, dict):
-        return {k: finite(v) for k, v in record.items()}
-    if isinstance(record, (list, tuple)):
-        return [finite(v) for v in record]
-    return None if isinstance(record, float) and not math.isfinite(record) else record
+def finish(out, record, **more):
+    write_record(out, record | {"finished": True, **more})
+    print(f"record: {out}")
 
 
 # ------------------------------------------------------------------------------------------------------ what cannot run
 
-class LeftOut(Exception):
+class LeftOut(ConfigError):
     """The reason why a contender or model does not run here."""
 
 
@@ -252,15 +437,15 @@ def imported(module, name):
     """The attribute `name` of an optional module. Raises LeftOut, naming what is missing."""
     try:
         return getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        missing = error.name == module.split(".")[0]
-        raise LeftOut("not installed" if missing else in_one_line(error)) from None
     except Exception as error:  # for example an extension built for another PyTorch
-        raise LeftOut(in_one_line(error)) from None
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module.split(".")[0]
+        raise LeftOut("not installed" if missing else in_one_line(error)) from None
 
 
 def in_one_line(error, limit=240):
     """An exception as one line for a record: its type and the first line of its message."""
+    if isinstance(error, LeftOut):
+        return str(error)
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     words = next((line.strip() for line in str(error).splitlines() if line.strip()), "")

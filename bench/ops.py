@@ -4,14 +4,16 @@
     python bench/ops.py build            # compiles every kernel that the tests and benchmarks use
     python bench/ops.py small            # small scans and convolutions, for compute-sanitizer to watch
     python bench/ops.py profiled         # one forward and backward of some scans, for Nsight Compute
+    python bench/ops.py mamba_ssm        # mamba-ssm's scan, compared with float64
     python bench/ops.py convolution      # compared with float64, then timed beside PyTorch's and causal-conv1d's
     python bench/ops.py loss             # the same for the head and its loss, in slices of several sizes
     python bench/ops.py variants         # the scan in other tunings, each compiled and timed in a process of its own
 
---out=FILE takes the record, which is written after every row: a killed process leaves what it had.
+The record is written after every row: a killed process leaves what it had.
 """
 
 import functools
+import importlib.metadata
 import json
 import os
 import shutil
@@ -30,17 +32,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import configurator  # noqa: E402
-from bench import measure, scan_cuda  # noqa: E402
-from bench.measure import DTYPES, LeftOut, imported, in_one_line, leaves, values_and_gradients  # noqa: E402
+from bench import measure, scan  # noqa: E402
+from bench.measure import DTYPES, a_pass, in_one_line, values_and_gradients  # noqa: E402
 from common.errors import ConfigError, main_error  # noqa: E402
 from configurator import Seconds  # noqa: E402
 from kernels import build as native  # noqa: E402
 from kernels import choose, cuda, launch, ops  # noqa: E402
 from runtime.records import read_json  # noqa: E402
 
-PACKAGES = {"mamba_ssm": "mamba_ssm.ops.selective_scan_interface", "fla": "fla.ops.gla", "flash_attn": "flash_attn",
-            "causal_conv1d": "causal_conv1d", "triton": "triton"}
-PROGRAMS = ("nvcc", "compute-sanitizer", "ncu", "g++")
+PACKAGES = ("mamba_ssm", "flash-linear-attention", "flash_attn", "causal_conv1d", "triton")
+PROGRAMS = ("nvcc", "compute-sanitizer", "ncu", "g++", "nvidia-smi")
 # (B, T, D, N) in the benchmark and in the GPU tests (tests/test_cuda.py): `build` compiles their kernels
 BENCHMARKED = [(64, 1024, 1536, 16), (64, 1024, 1536, 64), (2, 32768, 1536, 16), (2, 32768, 2048, 64)]
 TESTED = [(2, 65, 70, 16), (1, 300, 33, 16), (3, 129, 64, 64), (1, 33, 5, 3), (2, 40, 20, 128), (72, 128, 512, 16),
@@ -66,16 +67,15 @@ LAST_VARIANT_S = 20  # a variant is compiled and timed in so many seconds
 class Run:
     """The device, the time there is, and the record of one of the functions below."""
 
-    def __init__(self, name, dry_run, budget_s, out):
-        self.dry_run = dry_run
-        self.ends = time.monotonic() + budget_s
-        self.out = out
-        # the sanitizers and the profiler would watch the buffer that is flushed before a time is taken
-        flush = {"flush_bytes": 0} if name in ("small", "profiled") else {}
-        self.gpu = scan_cuda.DryRun() if dry_run else scan_cuda.Gpu(**flush)
-        self.rounds = 3 if dry_run else 20
-        self.timed = TINY if dry_run else TIMED
-        self.record = measure.new_record(name, dry_run=dry_run, rows=[])
+    def __init__(self, args):
+        self.dry_run = args.dry_run
+        self.out = args.out or ROOT / "out" / f"{args.function}.json"
+        measure.check_out(self.out, args.dry_run)
+        self.ends = time.monotonic() + args.budget_s
+        self.gpu = measure.Cpu() if args.dry_run else measure.Gpu()
+        self.rounds = 3 if args.dry_run else 20
+        self.shapes = TINY if args.dry_run else TIMED
+        self.record = measure.new_record(args.function, dry_run=args.dry_run, rows=[])
 
     def emit(self, **row):
         """Add a row to the record, and print it."""
@@ -86,19 +86,27 @@ class Run:
     def random(self, *shape):
         return torch.randn(shape, device=self.gpu.name)
 
+    def time(self, shape, contenders, ours=None, **about):
+        """Time the contenders, and emit their rows. Raises ConfigError if `ours` was not timed."""
+        for row in measure.time_contenders(contenders, self.gpu, self.rounds):
+            self.emit(shape=shape, **about, **row)
+            if "reason" in row and row["contender"] == ours:
+                raise ConfigError(f"{ours} was not timed: {row['reason']}")
+
 
 def environment(run):
-    device = run.gpu.describe()
-    run.emit(device=device, compiler=cuda.compiler_version("nvcc") if cuda.nvcc() else None)
-    missing = [name for name in PROGRAMS if shutil.which(name) is None]
-    for name, module in PACKAGES.items():
+    found = {name: shutil.which(name) for name in PROGRAMS}
+    for name in PACKAGES:
         try:
-            imported(module, "__name__")
-            run.emit(package=name, version=str(getattr(sys.modules[name], "__version__", "")))
-        except LeftOut as reason:
-            missing.append(name)
-            run.emit(package=name, missing=str(reason))
-    print(f"in short: {device['name']}, torch {device['torch']}, CUDA {device.get('cuda')}; "
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    device = run.gpu.describe()
+    run.emit(device=device, compiler=cuda.compiler_version("nvcc") if cuda.nvcc() else None, found=found)
+    if found["nvidia-smi"]:
+        subprocess.run(["nvidia-smi"])  # the driver, and who else is on the GPU
+    missing = [name for name, where in found.items() if not where]
+    print(f"in short: {device['name']}, torch {torch.__version__}, CUDA {torch.version.cuda}; "
           f"not found: {', '.join(missing) or 'nothing'}")
 
 
@@ -143,12 +151,12 @@ def small(run):
         a = inputs(run, shape, DTYPES[dtype])
         if family == "mamba":
             a = measure.as_mamba(a)
-        run.emit(scan=family, B=shape[0], T=shape[1], D=shape[2], N=shape[3], dtype=dtype)
-        check_finite(values_and_gradients(scan_cuda.scans(family, run.gpu.backend), a))
+        run.emit(scan=family, **dict(zip("BTDN", shape, strict=True)), dtype=dtype)
+        check_finite(values_and_gradients(scan.scans(family, run.gpu.name), a))
     for T in (1, 70, 128):
         a = {"x": run.random(2, T, 70).bfloat16(), "weight": run.random(70, 4), "state": run.random(2, 3, 70)}
         run.emit(convolution=T)
-        check_finite(values_and_gradients(conv(run.gpu.backend), a))
+        check_finite(values_and_gradients(conv(run.gpu.name), a))
 
 
 def check_finite(results):
@@ -158,8 +166,8 @@ def check_finite(results):
 
 
 def profiled(run):
-    for shape in run.timed:
-        values_and_gradients(scan_cuda.scans("longhorn", run.gpu.backend), inputs(run, shape))
+    for shape in run.shapes:
+        values_and_gradients(scan.scans("longhorn", run.gpu.name), inputs(run, shape))
         run.emit(shape=shape)
 
 
@@ -167,22 +175,15 @@ def inputs(run, shape, dtype=torch.bfloat16):
     return {name: v.to(run.gpu.name) for name, v in measure.make_inputs(*shape, dtype).items()}
 
 
+def mamba_ssm(run):
+    print(f"in short: {scan.check_mamba_ssm(run.gpu)}")
+
+
 # ---------------------------------------------------------------------------------------------------------- time
 
-def check_right(errors, what):
-    for name, row in errors.items():
-        if not row["right"]:
-            raise ConfigError(f"{what} is wrong in {name} by {row['relative_error']:.1e} "
-                              f"(at most {row['tolerance']:.1e}): it was not timed")
-
-
-def a_pass(f, a, dy):
-    """Function () -> the Pass of f(**a), made when it is its turn."""
-    def make():
-        args = leaves(a)
-        return scan_cuda.Pass(lambda: f(**args), list(args.values()), dy)
-
-    return make
+def check_right(what, f, plain, a, slack):
+    if wrong := measure.faults(f, plain, a, slack):
+        raise ConfigError(f"{what} is wrong in {wrong}: it was not timed")
 
 
 def in_short(rows, directions=("forward", "backward")):
@@ -202,27 +203,18 @@ def conv(backend):
 
 def convolution(run):
     """The short convolution with SiLU at the models' widths."""
+    ours = run.gpu.name
     bandwidth = run.gpu.copy_bandwidth()
     for B, T, D in [(2, 80, 48)] if run.dry_run else [(64, 1024, 1536), (16, 4096, 1536), (8, 1024, 2048)]:
         both = run.random(B, T, 2 * D).bfloat16()  # x is half of a projection, as in the models
         a = {"x": both[..., :D], "weight": run.random(D, 4), "bias": run.random(D)}
+        check_right(f"the convolution at B={B} T={T} D={D}", conv(ours), conv("torch"), a, 64 * measure.EPS)
         dy = run.random(B, T, D).bfloat16()
-        true = values_and_gradients(conv("torch"), a, torch.float64)
-        errors = measure.compare(values_and_gradients(conv(run.gpu.backend), a), true, 64 * measure.EPS)
-        check_right(errors, f"the convolution at B={B} T={T} D={D}")
-        del true
         contenders = {}
-        for backend in (run.gpu.backend, "torch", "fused"):
-            contenders[backend] = a_pass(functools.partial(ops.causal_conv1d, backend=backend), a, dy)
-        for row in scan_cuda.time_contenders(contenders, run.gpu, run.rounds):
-            if "reason" not in row:
-                moved = B * T * D * 2  # bytes of x; forward x, y; backward x, dy, dx
-                for direction, tensors in (("forward", 2), ("backward", 3)):
-                    share = tensors * moved / bandwidth / row[direction]["median_seconds"]
-                    row[direction]["share_of_bandwidth"] = share
-            elif row["contender"] == run.gpu.backend:
-                raise ConfigError(f"our convolution was not timed: {row['reason']}")
-            run.emit(shape=(B, T, D), copy_bytes_per_second=bandwidth, **row)
+        for backend in (ours, "torch", "fused"):
+            f = functools.partial(ops.causal_conv1d, backend=backend)
+            contenders[backend] = functools.partial(a_pass, f, a, dy)
+        run.time((B, T, D), contenders, ours, copy_bytes_per_second=bandwidth)
     in_short(run.record["rows"])
 
 
@@ -238,32 +230,25 @@ def loss(run):
         return ops.linear_cross_entropy(**a, targets=targets[:len(a["x"])], backend=backend)
 
     some = a | {"x": a["x"][:n // 8]}  # float64 takes 8 bytes per logit
-    true = values_and_gradients(lambda **a: (head("torch", **a), None), some, torch.float64)
-    check_right(measure.compare(values_and_gradients(lambda **a: (head(**a), None), some), true, 0.01), "the loss")
-    del true
-    dy = torch.ones((), device=run.gpu.name)
+    check_right("the loss", lambda **a: (head(**a), None), lambda **a: (head("torch", **a), None), some, 0.01)
+    settings = {f"slices of 2^{power}": {"at_once": 1 << power} for power in (24, 26, 28, 30)}
     contenders = {}
-    for power in (24, 26, 28, 30):
-        contenders[f"slices of 2^{power}"] = a_pass(functools.partial(head, at_once=1 << power), a, dy)
-    contenders["torch"] = a_pass(functools.partial(head, "torch"), a, dy)
-    for row in scan_cuda.time_contenders(contenders, run.gpu, run.rounds):
-        run.emit(shape=(n, D, V), **row)
+    dy = torch.ones((), device=run.gpu.name)
+    for name, how in (settings | {"torch": {"backend": "torch"}}).items():
+        contenders[name] = functools.partial(a_pass, functools.partial(head, **how), a, dy)
+    run.time((n, D, V), contenders)
     in_short(run.record["rows"], ["forward_backward"])
 
 
 def timed(run):
     """The scan at the shapes of TIMED, as compiled with $LONGHORN_CUDA_DEFINES, after a check at a small shape."""
-    row = scan_cuda.check_case("longhorn", (2, 64, 256, 16), "bfloat16", {}, run.gpu)
+    row = scan.check_case("longhorn", (2, 64, 256, 16), "bfloat16", {}, run.gpu)
     if not row["right"]:
-        raise ConfigError(scan_cuda.describe_case(row))
-    for shape in run.timed:
+        raise ConfigError(scan.describe_case(row))
+    for shape in run.shapes:
         a = inputs(run, shape)
-        dy = torch.randn_like(a["x"])
-        ours = functools.partial(scan_cuda.our_longhorn, None, a, dy, run.gpu)
-        (row,) = scan_cuda.time_contenders({"ours": ours}, run.gpu, run.rounds)
-        run.emit(shape=shape, **row)
-        if "reason" in row:
-            raise ConfigError(f"our scan was not timed: {row['reason']}")
+        ours = functools.partial(scan.our_longhorn, None, a, torch.randn_like(a["x"]), run.gpu)
+        run.time(shape, {"ours": ours}, "ours")
 
 
 def variants(run):
@@ -288,25 +273,25 @@ def variants(run):
 
 # ----------------------------------------------------------------------------------------------------------------- main
 
-FUNCTIONS = {f.__name__: f for f in (environment, build, small, profiled, convolution, loss, timed, variants)}
+FUNCTIONS = (environment, build, small, profiled, mamba_ssm, convolution, loss, timed, variants)
+FUNCTIONS = {f.__name__: f for f in FUNCTIONS}
 
 
 @dataclass
 class Options:
     function: Literal[tuple(FUNCTIONS)]  # what to run, see above
-    out: Path = None  # write the record to this JSON file
+    out: Path = None  # write the record to this JSON file (out/FUNCTION.json)
     budget_s: Seconds = 600.0  # for variants
     dry_run: bool = False  # tiny sizes on the CPU, as a test
 
 
 def main(argv):
     args = configurator.read(Options, argv, __doc__)
-    measure.check_out(args.out, dry_run=args.dry_run)
     if not args.dry_run and not torch.cuda.is_available():
         raise ConfigError("PyTorch sees no GPU (--dry-run tries the code on a CPU)")
-    run = Run(args.function, args.dry_run, args.budget_s, args.out)
+    run = Run(args)
     FUNCTIONS[args.function](run)
-    measure.write_record(args.out, run.record | {"finished": True})
+    measure.write_record(run.out, run.record | {"finished": True})
 
 
 if __name__ == "__main__":

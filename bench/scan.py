@@ -1,164 +1,327 @@
-"""Speed and memory of the scan: each implementation of longhorn_scan, and a plain loop.
+"""The scan, compared with other scans and with GLA and attention: is it right, and how fast is it?
 
-    python bench/scan.py --device=cpu              # time: a minute or two, mostly the plain loop
-    python bench/scan.py --device=cpu --memory     # memory: bytes kept and peak at T = 1024, 4096, 16384
-    python bench/scan.py --T=1024 --B=4 --dtype=bfloat16 --out=record.json
-    python bench/scan.py --device=cuda --save      # on a GPU, with Mamba's scan, GLA and attention: see scan_cuda.py
+    python bench/scan.py --device=cpu                            # ours, and plain PyTorch
+    python bench/scan.py --T=1024 --B=4 --dtype=bfloat16
+    python bench/scan.py --device=cuda --save                    # the paper's 24 shapes, results/scan_cuda.json
+    python bench/scan.py --device=cuda --T=2048 --D=1024 --N=32  # your own shape
 
-First the native kernels are compared with the loop in float64; if they are wrong, nothing is timed. After a warm-up all
-implementations take turns, round after round, so that other load on the machine affects all of them alike.
+First every result and gradient is compared with the loop in float64 on the same device: at odd sizes, with keys of 1000
+and logits of +-1000, and at the shapes that are timed, on a GPU the paper's. Wrong kernels are not timed; mamba-ssm's,
+if installed, are compared in the same way. Then, for each shape, all contenders take turns, round after round: the
+forward without autograd, then forward and backward with it.
 
-The plain loop is slow for a reason that is easy to miss. Indexing x[:, t] makes autograd write a zero tensor (B, T, D)
-at every step, which is quadratic in T. `longhorn_scan_ref` uses unbind instead, and is linear.
+The times of scans come with a share of the copy bandwidth, measured on the same device: the bytes that a scan must move
+(bytes_moved) over the time. GLA and attention do a different job and have none.
 """
 
 import functools
-import gc
+import itertools
 import math
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import configurator  # noqa: E402
-from bench import measure, scan_cuda  # noqa: E402
-from bench.measure import DTYPES, EPS, Threads, leaves, make_inputs  # noqa: E402
+from bench import measure  # noqa: E402
+from bench.measure import DTYPES, EPS, PASSES, LeftOut, Threads, a_pass, as_mamba, imported, in_one_line  # noqa: E402
 from common.errors import ConfigError, main_error  # noqa: E402
 from configurator import Count, Seconds  # noqa: E402
-from kernels import build, choose  # noqa: E402
-from kernels.scan import longhorn_scan, longhorn_scan_ref  # noqa: E402
-
-PASSES = ("forward", "forward_backward")
+from kernels import build  # noqa: E402
+from kernels.scan import longhorn_scan, selective_scan  # noqa: E402
 
 
-# ------------------------------------------------------------------------------------------------------ implementations
+class Shape(NamedTuple):
+    B: int
+    T: int
+    D: int
+    N: int
 
-def plain_loop(x, dt, k, q, D=None, z=None, dt_bias=None):
-    """Algorithm 1 written the obvious way: index the step, update the state, append."""
-    S = torch.zeros(x.shape[0], x.shape[2], k.shape[2])  # (B, D, N)
-    ys = []
-    for t in range(x.shape[1]):
-        beta = torch.sigmoid(dt[:, t] if dt_bias is None else dt[:, t] + dt_bias)  # (B, D)
-        eps = beta / (1 + beta * (k[:, t] ** 2).sum(-1, keepdim=True))  # (B, D)
-        S = (1 - eps[..., None] * k[:, t, None] ** 2) * S + (eps * x[:, t])[..., None] * k[:, t, None]  # (B, D, N)
-        y = (S * q[:, t, None]).sum(-1)  # (B, D)
-        if D is not None:
-            y = y + D * x[:, t]
-        ys.append(y if z is None else y * F.silu(z[:, t]))
-    return torch.stack(ys, 1).to(x.dtype)  # (B, T, D)
+    def __str__(self):
+        return f"B={self.B} T={self.T} D={self.D} N={self.N}"
 
 
-BODIES = {"plain loop": plain_loop, "longhorn_scan_ref": longhorn_scan_ref,
-          **{backend: functools.partial(longhorn_scan, backend=backend) for backend in ("torch", "cpu")}}
+# ----------------------------------------------------------------------------------------------------------- contenders
+
+def our_longhorn(shape, a, dy, device):
+    return a_pass(functools.partial(longhorn_scan, backend=device.name), a, dy)
+
+
+def our_mamba(shape, a, dy, device):
+    return a_pass(functools.partial(selective_scan, delta_softplus=True, backend=device.name), as_mamba(a), dy)
+
+
+def our_chunks(shape, a, dy, device):
+    return a_pass(functools.partial(longhorn_scan, backend="torch"), a, dy)
+
+
+def mamba_ssm(shape, a, dy, device):
+    """mamba-ssm in its own layout, (B, D, T) with time contiguous; the transposition is not timed."""
+    check_mamba_ssm(device)
+    a = {n: time_last(v) for n, v in as_mamba(a).items()}
+    return a_pass(functools.partial(imported(*MAMBA_SSM), delta_softplus=True), a, time_last(dy))
+
+
+def time_last(v):
+    return v.transpose(1, 2).contiguous() if v.dim() == 3 else v
+
+
+def need_gpu(device):
+    if device.name != "cuda":
+        raise LeftOut("its kernels need a GPU")
+
+
+def fla_chunk_gla(shape, a, dy, device):
+    """D / 128 heads with keys of N and values of 128 channels: a state of D N numbers, like the scan's."""
+    f = imported("fla.ops.gla", "chunk_gla")
+    if shape.D % 128:
+        raise LeftOut(f"D {shape.D} is not a whole number of heads of 128")
+    g = torch.Generator(device.name).manual_seed(3)
+    random = torch.randn(3, shape.B, shape.T, shape.D // 128, shape.N, generator=g, device=device.name)
+    q, k, gate = random.to(a["x"].dtype)
+    v = a["x"].unflatten(-1, (-1, 128))
+    a = {"q": q, "k": k, "v": v, "g": F.logsigmoid(gate) / 16}  # its layer's gate
+    return a_pass(lambda **a: f(**a)[0], a, dy.view_as(v))
+
+
+def attention(shape, a, dy, device):
+    """PyTorch's causal flash attention, D channels in heads of 64; x, dt and z serve as q, k and v."""
+    if shape.D % 64:
+        raise LeftOut(f"D {shape.D} is not a whole number of heads of 64")
+    heads = lambda v: v.view(shape.B, shape.T, shape.D // 64, 64).transpose(1, 2)  # (B, H, T, 64)
+
+    def call(**a):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(**a, is_causal=True)
+
+    return a_pass(call, {"query": heads(a["x"]), "key": heads(a["dt"]), "value": heads(a["z"])}, heads(dy))
+
+
+def longhorn_mma(shape, a, dy, device):
+    """The prototype of the same recurrence on tensor cores, in TF32. Less work than the others': no D and z, and the
+    step sizes are given."""
+    need_gpu(device)
+    scan = imported("tools.scan_mma", "longhorn_scan")
+
+    def step_sizes(dt, k):
+        return 1 / (1 + torch.exp(-dt) + k.square().sum(-1, keepdim=True))  # (B, T, D)
+
+    def with_step_sizes(x, dt, k, q):
+        return scan(step_sizes(dt, k), x, k, q)
+
+    small = measure.make_inputs(1, 101, 200, shape.N, torch.float32, device.name)
+    small = {name: small[name] for name in ("x", "dt", "k", "q")}
+    if wrong := measure.faults(with_step_sizes, scans("longhorn", "torch"), small, 1e-3):
+        raise LeftOut(f"wrong in {wrong}")
+    e = step_sizes(a["dt"].float(), a["k"].float()).to(dy.dtype)
+    return a_pass(lambda **a: scan(**a)[0], {"e": e, "x": a["x"], "k": a["k"], "q": a["q"]}, dy)
+
+
+SCANS = {"longhorn_scan": our_longhorn, "selective_scan": our_mamba, "mamba_ssm": mamba_ssm}
+ON_CPU = {"longhorn_scan": our_longhorn, "selective_scan": our_mamba, "torch": our_chunks}
+ON_GPU = SCANS | {"longhorn_mma": longhorn_mma, "fla_chunk_gla": fla_chunk_gla, "attention": attention}
+
+
+# ---------------------------------------------------------------------------------------------------------- correctness
+
+MAMBA_SSM = "mamba_ssm.ops.selective_scan_interface", "selective_scan_fn"
+KERNELS_OF = {"longhorn": "longhorn_scan", "exact": "longhorn_scan", "mamba": "selective_scan"}
+
+KEYS, LOGITS = {"key": 1000.0}, {"logit": 1000.0}
+PAPER = (64, 1024, 1536, 16)
+AT_THE_PAPERS = [  # family, (B, T, D, N), dtype, extremes; the last has few rows, so that T is split into segments
+    ("longhorn", PAPER, "bfloat16", {}), ("longhorn", PAPER, "float32", {}), ("mamba", PAPER, "bfloat16", {}),
+    ("longhorn", PAPER, "bfloat16", KEYS | LOGITS), ("longhorn", PAPER, "float32", KEYS),
+    ("longhorn", (16, 4096, 1536, 16), "bfloat16", {}), ("longhorn", (64, 1024, 1536, 64), "bfloat16", {}),
+    ("exact", PAPER, "bfloat16", {}), ("mamba", PAPER, "float32", {}), ("longhorn", PAPER, "float32", LOGITS),
+    ("longhorn", (2, 4096, 1536, 16), "bfloat16", {})]
+
+
+def odd_cases(B, T, D):
+    """Sizes that are not multiples of a block or chunk, and extreme values."""
+    found = []
+    for family in ("longhorn", "mamba"):
+        for N, dtype in ((16, "bfloat16"), (16, "float32"), (16, "float16"), (64, "bfloat16"), (64, "float32")):
+            found.append((family, (B, T, D, N), dtype, {}))
+    for dtype in ("float32", "bfloat16"):
+        for extreme in (KEYS, LOGITS, KEYS | LOGITS):
+            found.append(("longhorn", (1, T, 72, 16), dtype, extreme))
+    return found
+
+
+def scans(family, backend):
+    """f(**a) -> (y, hT) for longhorn, exact (Eq. 6) or mamba; (y, None) for mamba_ssm, whose hT has no gradient."""
+    if family == "mamba_ssm":
+        if backend == "torch":
+            return lambda **a: (selective_scan(**a, delta_softplus=True, backend=backend), None)
+        f = imported(*MAMBA_SSM)
+        return lambda **a: (f(**{n: time_last(v) for n, v in a.items()}, delta_softplus=True).transpose(1, 2), None)
+    if family == "mamba":
+        return functools.partial(selective_scan, delta_softplus=True, return_last_state=True, backend=backend)
+    return functools.partial(longhorn_scan, exact=family == "exact", return_state=True, backend=backend)
+
+
+def check_case(family, shape, dtype, extreme, device):
+    """A comparison with the loop in float64, as a record: errors and tolerances for y, hT and every gradient, and
+    whether two runs agree to the bit; or {'reason'} if it did not run. Raises ConfigError if the GPU is unusable
+    afterwards."""
+    row = {"family": family, **dict(zip("BTDN", shape, strict=True)), "dtype": dtype, **extreme}
+    try:
+        row |= compared(family, shape, DTYPES[dtype], extreme, device)
+    except Exception as error:
+        row |= {"right": False, "reason": in_one_line(error)}
+    if not device.recover():
+        raise ConfigError(f"the GPU is unusable after {describe_case(row)}")
+    return row
+
+
+def compared(family, shape, dtype, extreme, device):
+    a = measure.make_inputs(*shape, dtype, device.name, **extreme)
+    if family.startswith("mamba"):
+        a = as_mamba(a)
+    got = measure.values_and_gradients(scans(family, device.name), a)
+    same = None  # mamba-ssm: atomic sums, whose order changes from run to run
+    if family != "mamba_ssm":
+        again = measure.values_and_gradients(scans(family, device.name), a)
+        same = all(torch.equal(again[name], v) for name, v in got.items())
+        del again
+    # the torch backend recomputes pieces in its backward, so that float64 fits in memory
+    true = measure.values_and_gradients(scans(family, "torch"), a, torch.float64)
+    results = measure.compare(got, true, slack(family, shape[1], extreme))
+    right = same is not False and not measure.wrong_in(results)
+    return {"right": right, "two_runs_agree": same, "results": results}
+
+
+def slack(family, T, extreme):
+    """The relative error that a result in float32 may have after T steps."""
+    if family == "mamba_ssm":  # fast math
+        return 1e-3
+    # an error of 2 ulp in a decay near 1 counts T times: Mamba's, whose exponential the hardware approximates
+    if extreme:
+        return 2e-5
+    return 64 * EPS + (2 * T * EPS if family == "mamba" else 0)
+
+
+def describe_case(row):
+    case = f"{Shape(*(row[n] for n in 'BTDN'))} {row['dtype']}"
+    for name in ("key", "logit"):
+        if name in row:
+            case += f" |{name}|={row[name]:g}"
+    if "reason" in row:
+        return f"{case}: {row['reason']}"
+    if row["right"]:
+        return f"{case}: ok, largest error {max(r['relative_error'] for r in row['results'].values()):.1e}"
+    return f"{case}: WRONG in {measure.wrong_in(row['results']) or 'nothing, but two runs differ'}"
+
+
+def check(cases, device, budget_s):
+    """Run and print all cases that fit in budget_s seconds; returns (records, {contender: why it is not timed})."""
+    rows, wrong, began = [], {}, time.perf_counter()
+    for case in cases:
+        if time.perf_counter() - began > budget_s:
+            print(f"  {len(cases) - len(rows)} more comparisons are left out: {budget_s:.0f} s are used up")
+            break
+        row = check_case(*case, device)
+        rows.append(row)
+        print(f"  {row['family']:9} {describe_case(row)}", flush=True)
+        if not row["right"]:
+            wrong.setdefault(KERNELS_OF[row["family"]], describe_case(row))
+    return rows, wrong
+
+
+@functools.cache
+def check_mamba_ssm(device):
+    """Compare mamba-ssm with the loop in float64 at two shapes; returns a line. Raises LeftOut if it is wrong."""
+    need_gpu(device)
+    version = imported("mamba_ssm", "__version__")
+    for shape in [(2, 1024, 256, 16), (2, 4096, 256, 64)]:
+        row = check_case("mamba_ssm", shape, "bfloat16", {}, device)
+        if not row["right"]:
+            raise LeftOut(describe_case(row))
+    return f"mamba_ssm {version}, agrees with the loop in float64 at 2 shapes"
 
 
 # ----------------------------------------------------------------------------------------------------------------- time
 
-def check(a):
-    """Compute and print the native kernels' errors; exits if one is above its tolerance."""
-    true = measure.values_and_gradients(lambda **kw: longhorn_scan_ref(**kw, return_state=True), a, torch.float64)
-    got = measure.values_and_gradients(lambda **kw: longhorn_scan(**kw, return_state=True, backend="cpu"), a)
-    comparisons = measure.compare(got, true, slack=16 * EPS)
-    errors = ", ".join(f"{n} {r['relative_error']:.1e}" for n, r in comparisons.items())
-    print(f"relative error against the loop in float64: {errors}")
-    wrong = [f"{n} (at most {r['tolerance']:.1e})" for n, r in comparisons.items() if not r["right"]]
-    if wrong:
-        sys.exit(f"bench/scan.py: the native kernels are wrong in {', '.join(wrong)}, so nothing was timed. "
-                 "For details run python -m pytest tests/test_conformance.py")
-    return {key: {n: r[key] for n, r in comparisons.items()} for key in ("relative_error", "tolerance")}
+def bytes_moved(B, T, D, N, itemsize):
+    """Bytes that a scan must read and write in each of PASSES, counting every tensor once.
+
+    With autograd the forward also writes one state per chunk, in float32, and the backward reads them.
+    """
+    wide, narrow = B * T * D * itemsize, B * T * N * itemsize
+    states = 4 * B * math.ceil(T / build.CHUNK) * D * N
+    forward = 4 * wide + 2 * narrow            # x, dt, z in, y out; k, q in
+    backward = 7 * wide + 4 * narrow + states  # x, dt, z, dy in, dx, ddt, dz out; k, q in, dk, dq out
+    return dict(zip(PASSES, (forward, backward, forward + backward + states), strict=True))
 
 
-def time_bodies(B, T, D, N, dtype, extras, repeats, slow_repeats):
-    """Time every implementation in turn, forward alone and forward + backward: the native kernels `repeats` times per
-    round, the others once."""
-    a = make_inputs(B, T, D, N, dtype, extras)
-    accuracy = check(a)
-    dy = torch.randn(B, T, D, generator=torch.Generator().manual_seed(2)).to(dtype)
-    warm_up = {name: v[:, :4] if v.dim() == 3 else v for name, v in a.items()}
-    times = {}
-    for name in BODIES:
-        once(name, "forward_backward", warm_up, dy[:, :4])
-        for direction in PASSES:
-            times[name, direction] = []
-    once("cpu", "forward_backward", a, dy)
-    for _ in range(slow_repeats):
-        for name, direction in times:
-            gc.collect()
-            for _ in range(repeats if name == "cpu" else 1):
-                times[name, direction].append(once(name, direction, a, dy))
-    seconds, ratios, rates = {}, {}, []
-    for (name, direction), samples in times.items():
-        seconds.setdefault(name, {})[direction] = measure.spread(samples)
-    moved = measure.bytes_moved(B, T, D, N, dtype.itemsize, extras)
-    for direction in PASSES:
-        best = seconds["cpu"][direction]["median_seconds"]
-        rates.append(moved[direction] / best)
-        for name in BODIES:
-            ratios.setdefault(name, {})[direction] = seconds[name][direction]["median_seconds"] / best
-    return {"B": B, "T": T, "D": D, "N": N, "dtype": str(dtype).removeprefix("torch."), "with_D_z_dt_bias": extras,
-            **accuracy, "seconds": seconds, "times_the_native_kernels": ratios,
-            "native": {"tokens_per_second": B * T / best,
-                       "bytes_per_second": dict(zip(PASSES, rates, strict=True))}}
+def refuse(why, *arguments):
+    """In place of a contender that is not timed."""
+    raise LeftOut(why)
 
 
-def once(name, direction, a, dy):
-    """Seconds of one run; the leaves of a gradient are made before."""
-    graded = leaves(a)
-    start = time.perf_counter()
-    if direction == "forward":
-        BODIES[name](**a)
-    else:
-        torch.autograd.grad(BODIES[name](**graded), list(graded.values()), dy)
-    return time.perf_counter() - start
+def time_shapes(record, out, device, args, began):
+    """Time the contenders at each shape, until --budget_s is used up since `began`."""
+    without = dict.fromkeys(args.without, "left out by --without") | record["wrong"]
+    contenders = dict(ON_GPU if args.device == "cuda" else ON_CPU)
+    for name in contenders.keys() & without:
+        contenders[name] = functools.partial(refuse, without[name])
+    for shape in chosen_shapes(args):
+        spent = time.perf_counter() - began
+        try:
+            if spent > args.budget_s:
+                raise LeftOut(f"{spent:.0f} of {args.budget_s:g} s are used up (--budget_s)")
+            time_shape(record, shape, contenders, device, args.rounds)
+        except (LeftOut, torch.OutOfMemoryError) as error:
+            record["left_out"].append({"shape": str(shape), "reason": in_one_line(error)})
+            print(f"left out: {shape} ({in_one_line(error)})")
+        device.recover()
+        record["seconds"] = time.perf_counter() - began
+        measure.write_record(out, record)
 
 
-def print_times(row):
-    print(f"{'':20}{'forward':>12}{'quartiles':>22}{'x cpu':>8}{'fwd + bwd':>13}{'quartiles':>22}{'x cpu':>8}    (ms)")
-    for name, seconds in row["seconds"].items():
-        line = f"  {name:18}"
-        for direction, width in zip(PASSES, (12, 13), strict=True):
-            t = seconds[direction]
-            ratio = row["times_the_native_kernels"][name][direction]
-            line += f"{1e3 * t['median_seconds']:{width}.2f}{measure.quartiles(t, 2):>22}{ratio:8.0f}"
-        print(line)
-    native = row["native"]
-    rates = " and ".join(f"{rate / 1e9:.1f} GB/s" for rate in native["bytes_per_second"].values())
-    print(f"  cpu: {rates}, counting the bytes that must move; {native['tokens_per_second']:,.0f} tokens/s\n")
+def time_shape(record, shape, contenders, device, rounds):
+    """Time all contenders at one shape, for the record, and print it."""
+    dtype = DTYPES[record["dtype"]]
+    a = measure.make_inputs(*shape, dtype, device.name)
+    g = torch.Generator(device.name).manual_seed(2)
+    dy = torch.randn(a["x"].shape, generator=g, device=device.name).to(dtype)
+    makes = {name: functools.partial(f, shape, a, dy, device) for name, f in contenders.items()}
+    rows = measure.time_contenders(makes, device, rounds)
+    moved = bytes_moved(*shape, dtype.itemsize)
+    print(f"\n{shape} {record['dtype']}, milliseconds (share of the copy bandwidth)")
+    for row in rows:
+        words = []
+        for direction in () if "reason" in row else PASSES:
+            seconds = row[direction]["median_seconds"]
+            words.append(f"{direction} {1e3 * seconds:.3f}")
+            if row["contender"] in SCANS:
+                share = moved[direction] / record["copy_bytes_per_second"] / seconds
+                row[direction]["share_of_bandwidth"] = share
+                words[-1] += f" ({share:.0%})"
+        print(f"  {row['contender']:16}{row.get('reason') or ', '.join(words)}", flush=True)
+    record["shapes"].append({"shape": {**shape._asdict(), "name": str(shape)}, "tokens": shape.B * shape.T,
+                             "dtype": record["dtype"], "rows": rows})
 
 
-# --------------------------------------------------------------------------------------------------------------- memory
-
-def measure_memory(B, T, D, N, dtype):
-    """Bytes that the native scan keeps for the backward (inputs and chunk states), and the peak over both passes."""
-    a = leaves(make_inputs(B, T, D, N, dtype, extras=False))
-    dy, ys = torch.ones(B, T, D, dtype=dtype), []
-    peak = measure.Peak()
-    kept = measure.kept_bytes(lambda: ys.append(BODIES["cpu"](**a)))
-    torch.autograd.grad(ys.pop(), list(a.values()), dy)
-    return {"B": B, "T": T, "D": D, "N": N, "dtype": str(dtype).removeprefix("torch."),
-            "peak_bytes_above_inputs": peak.bytes(), "kept_bytes": sum(kept.values()),
-            "input_bytes": sum(v.untyped_storage().nbytes() for v in a.values()),
-            "chunk_state_bytes": measure.chunk_state_bytes(B, T, D, N),
-            "BTD_bytes": 4 * B * T * D, "BTDN_bytes": 4 * B * T * D * N}
-
-
-def print_memory(rows):
-    names = {"kept_bytes": "kept", "input_bytes": "inputs of it", "chunk_state_bytes": "chunk states",
-             "peak_bytes_above_inputs": "peak above", "BTD_bytes": "4 B T D", "BTDN_bytes": "4 B T D N"}
-    print(f"{'T':>8}" + "".join(f"{n:>15}" for n in names.values()) + "    (MiB)")
-    for r in rows:
-        cells = ["-" if r[n] is None else f"{r[n] / 2**20:.1f}" for n in names]
-        print(f"{r['T']:8}" + "".join(f"{cell:>15}" for cell in cells))
-    last = rows[-1]
-    print(f"At T = {last['T']} it keeps {last['kept_bytes'] / last['BTD_bytes']:.1f} x 4 B T D: x, dt, and one state "
-          f"per {build.CHUNK} steps, {last['N'] / build.CHUNK:g} x 4 B T D. All states: {last['N']} x 4 B T D.\n")
+def in_short(record):
+    """Prints the number of right comparisons, and every contender's forward + backward at the first two shapes."""
+    right = sum(row["right"] for row in record["correctness"])
+    print(f"in short: {right} of {len(record['correctness'])} comparisons with the loop in float64 are right")
+    for entry in record["shapes"][:2]:
+        words = []
+        for row in entry["rows"]:
+            if "reason" not in row:
+                words.append(f"{row['contender']} {1e3 * row['forward_backward']['median_seconds']:.2f} ms")
+        print(f"in short: {entry['shape']['name']} forward + backward: {', '.join(words) or 'nothing timed'}")
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
@@ -166,64 +329,64 @@ def print_memory(rows):
 @dataclass
 class Options:
     device: Literal["cpu", "cuda"] = "cpu"
-    B: Count = None  # batch size (8; 1 with --memory; cuda: 64K tokens)
-    T: Count = None  # steps (256; 1024, 4096 and 16384 with --memory; cuda: 1024 to 32768)
+    B: Count = None  # batch size (8; cuda: 64K tokens)
+    T: Count = None  # steps (256; cuda: 1024 to 32768)
     D: Count = None  # channels (512; cuda: 1536 and 2048)
     N: Count = None  # state size per channel (16; cuda: 16 and 64)
     dtype: Literal[tuple(DTYPES)] = None  # of x, dt, k, q, z (float32; cuda: bfloat16)
-    out: Path = None  # write the record to this JSON file
-    save: bool = False  # write the record to results/scan_cpu.json, scan_cpu_memory.json or scan_cuda.json
-    # --- with --device=cpu
-    repeats: Count = 30  # runs of the native kernels per round
-    slow_repeats: Count = 5  # rounds, and runs of the loops
     threads: Threads = None  # threads of PyTorch and the kernels (PyTorch's choice)
-    memory: bool = False  # measure memory instead of time
-    # --- with --device=cuda
     rounds: Count = 10  # rounds of all contenders in turn
     budget_s: Seconds = math.inf  # start no new shape after this many seconds
-    without: tuple[Literal[tuple(scan_cuda.CONTENDERS)], ...] = ()  # contenders to leave out
-    dry_run: bool = False  # run the same code on the CPU at tiny sizes, as a test
+    without: tuple[Literal[tuple(ON_GPU | ON_CPU)], ...] = ()  # contenders to leave out
+    out: Path = None  # write the record to this JSON file (out/scan_cpu.json or out/scan_cuda.json)
+    save: bool = False  # write it to results/ instead
+    dry_run: bool = False  # with --device=cuda: the same code on the CPU at tiny sizes, as a test
+
+
+def chosen_shapes(args):
+    """The shape of the options, or all that are timed on a GPU, the most important first: the paper's width and state,
+    then more tokens, more states, more width."""
+    if args.device == "cpu":
+        return [Shape(args.B or 8, args.T or 256, args.D or 512, args.N or 16)]
+    if args.B or args.T or args.D or args.N:
+        T = args.T or 1024
+        return [Shape(args.B or max(1, 65536 // T), T, args.D or 1536, args.N or 16)]
+    if args.dry_run:
+        return [Shape(8, 16, 128, 16), Shape(4, 64, 128, 16)]
+    found = []
+    for D, N, tokens, T in itertools.product((1536, 2048), (16, 64), (65536, 524288), (1024, 4096, 32768)):
+        found.append(Shape(tokens // T, T, D, N))
+    return found
 
 
 def main(argv):
-    args = configurator.read(Options, argv, __doc__)
-    if args.device == "cuda":
-        if args.memory:
-            raise ConfigError("--memory is for --device=cpu: with --device=cuda every time comes with the peak memory")
-        return scan_cuda.main(args)
+    args, began = configurator.read(Options, argv, __doc__), time.perf_counter()
+    on_gpu = args.device == "cuda" and not args.dry_run
+    if on_gpu and not torch.cuda.is_available():
+        raise ConfigError("PyTorch sees no GPU (use --device=cpu, or --dry_run to try the code)")
+    benchmark = f"scan_{args.device}"
+    out = measure.record_file(args, benchmark, args.dry_run)
     if args.threads:
         torch.set_num_threads(args.threads)
-    if reason := choose.unavailable("cpu"):
-        sys.exit(f"bench/scan.py: the native kernels cannot run here, so there is nothing to measure: {reason}")
-    benchmark = "scan_memory" if args.memory else "scan"
-    saved = ROOT / "results" / benchmark.replace("scan", "scan_cpu")
-    out = args.out or (saved.with_suffix(".json") if args.save else None)
-    measure.check_out(out)
-    record = measure.new_record(benchmark, threads=torch.get_num_threads(), lanes=build.library().longhorn_lanes())
-    print(measure.headline(record))
-    rows = memory_rows(args) if args.memory else time_rows(args)
-    if out:
-        measure.write_record(out, record | {"rows": rows, "finished": True})
-        print(f"record: {out}")
-
-
-def memory_rows(args):
-    B, D, N, dtype = args.B or 1, args.D or 512, args.N or 16, DTYPES[args.dtype or "float32"]
-    measure_memory(B, 64, D, N, dtype)  # warm-up
-    print(f"\nB={B} D={D} N={N} {dtype}: memory that the scan keeps for the backward, and the peak of both passes")
-    rows = [measure_memory(B, T, D, N, dtype) for T in ([args.T] if args.T else (1024, 4096, 16384))]
-    print_memory(rows)
-    return rows
-
-
-def time_rows(args):
-    B, T, D, N, dtype = args.B or 8, args.T or 256, args.D or 512, args.N or 16, DTYPES[args.dtype or "float32"]
-    rows = []
-    for extras in (False, True):
-        print(f"\nB={B} T={T} D={D} N={N} {dtype}{', with D, z and dt_bias' if extras else ''}")
-        rows.append(time_bodies(B, T, D, N, dtype, extras, args.repeats, args.slow_repeats))
-        print_times(rows[-1])
-    return rows
+    device = measure.Gpu() if on_gpu else measure.Cpu()
+    dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    record = measure.new_record(benchmark, dry_run=args.dry_run, device=device.describe(), shapes=[], left_out=[],
+                                dtype=dtype, with_D_z_dt_bias=True)
+    print(f"{measure.headline(record, record['device']['name'])}\nkernels against the loop in float64:", flush=True)
+    cases = odd_cases(2, 257, 200) + AT_THE_PAPERS if on_gpu else odd_cases(2, 40, 24)
+    if args.device == "cpu":
+        cases.append(("longhorn", *chosen_shapes(args), dtype, {}))
+    record["correctness"], record["wrong"] = check(cases, device, args.budget_s / 3)
+    record["copy_bytes_per_second"] = device.copy_bandwidth()
+    print(f"copy bandwidth {record['copy_bytes_per_second'] / 1e9:,.0f} GB/s", flush=True)
+    time_shapes(record, out, device, args, began)
+    measure.finish(out, record)
+    in_short(record)
+    for name, why in record["wrong"].items():
+        print(f"bench/scan.py: {name} was not timed: {why}", file=sys.stderr)
+    ours = [entry["rows"][0] for entry in record["shapes"]]
+    missing = any("reason" in row for row in ours) and "longhorn_scan" not in args.without
+    return int(bool(record["wrong"]) or not ours or missing)
 
 
 if __name__ == "__main__":

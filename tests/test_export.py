@@ -25,11 +25,12 @@ from torch.nn.utils.rnn import pad_sequence
 import export
 import families  # noqa: F401
 import sample
+from bench import step
 from common import errors
 from data.tokenizer import Text, learn_bpe
 from export import to_hf
 from inspection import counting
-from model import FAMILIES
+from model import FAMILIES, LM, ModelConfig
 from runtime import checkpoint
 from runtime.folder import lock_run_dir
 
@@ -597,6 +598,16 @@ def test_the_model_card(tmp_path):
     (run_dir / "config.json").write_text(json.dumps({"environment": environment}))
     run(out_dir=run_dir, to=tmp_path / "hf", overwrite=True)
     assert "changed between training and export" in (tmp_path / "hf" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("family", export.ARCHITECTURES)
+def test_the_benchmarks_peers_have_our_parameters_and_learn(family):
+    config = ModelConfig(model=family, n_layer=2, n_embd=32, n_head=2, block_size=16, vocab_size=64)
+    peer = step.Trial({"config": config, "peer": "transformers", "batch_size": 2, "device": "cpu", "dtype": "float32",
+                       "compile": False, "threads": 1})
+    total = sum(p.numel() for group in peer.optimizer.param_groups for p in group["params"])
+    assert total == pytest.approx(counting.parameter_count(LM(config))["total"], rel=0.01)
+    assert peer.step() > peer.step()
 
 
 # ------------------------------------------------------------------------------------- in transformers, without this
