@@ -411,10 +411,6 @@ def library_bodies():
         assert {q.dtype, k.dtype, v.dtype} <= {torch.bfloat16, torch.float16} and scale == 1.0
         return la._gla(q, k, v, g, initial_state)
 
-    def chunk_mesa_net(q, k, v, g, beta, lamb, h_kk_init, h_kv_init, output_final_state, max_CG_iteration):
-        o, (H, U) = la._mesa(q, k, v, beta, g, lamb, None if h_kk_init is None else (h_kk_init, h_kv_init))
-        return o, H, U
-
     def selective_scan_fn(u, delta, A, B, C, D, z, delta_bias, delta_softplus):
         u, delta, B, C, z = (a.transpose(1, 2) for a in (u, delta, B, C, z))
         return selective_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus).transpose(1, 2)
@@ -426,7 +422,7 @@ def library_bodies():
         q, k, v = (a.transpose(1, 2) for a in (q, k, v))
         return ops.attention(q, k, v, None if window_size[0] < 0 else window_size[0] + 1).transpose(1, 2)
 
-    return {"gated_linear_attention": chunk_gla, "mesa": chunk_mesa_net, "selective_scan": selective_scan_fn,
+    return {"gated_linear_attention": chunk_gla, "selective_scan": selective_scan_fn,
             "causal_conv1d": causal_conv1d_fn, "attention": flash_attn_func}
 
 
@@ -450,8 +446,8 @@ def libraries(monkeypatch):
 
 
 BY_LIBRARY = {  # family: (--backend, operators of libraries that train it)
-    "gla": ("", {"gated_linear_attention"}), "mesa": ("", {"mesa"}), "llama": ("fused", {"attention"}),
-    "swa": ("fused", {"attention"}), "mamba": ("fused", {"selective_scan", "causal_conv1d"})}
+    "gla": ("", {"gated_linear_attention"}), "swa": ("fused", {"attention"}),
+    "mamba": ("fused", {"selective_scan", "causal_conv1d"})}
 
 
 def of_library(family):
