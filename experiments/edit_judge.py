@@ -27,27 +27,22 @@ from runtime import checkpoint, distributed  # noqa: E402
 TOKENS, ROWS = 2**16, 64  # of the documents; windows
 
 
-class Plain:
-    """A model with a loss that is computed here."""
-
-    def __init__(self, model):
-        self.model = model
-        self.eval = model.eval
-        self.train = model.train
-        self.parameters = model.parameters
-
-    def __call__(self, x, y, loss_only=True):
-        return None, F.cross_entropy(self.model(x)[0].float().flatten(0, 1), y.flatten(), ignore_index=-1)
-
-
 def main(folder, argv):
     config = configurator.load(train.TrainConfig, argv)
     device = distributed.open_device(config)
     data = train.open_data(config, device)
     config.dtype = str(distributed.pick_dtype(config.dtype, device)).removeprefix("torch.")
-    model = Plain(train.build_model(config, device))
+    model = train.build_model(config, device)
     _, weights, _, _ = checkpoint.load_first(checkpoint.candidates(folder), weights=True)
-    model.model.load_state_dict(weights)
+    model.load_state_dict(weights)
+    forward = model.forward
+
+    def of_tokens(x, y):
+        """(B, T), the loss of each token."""
+        logits = forward(x)[0].float()  # (B, T, vocab_size)
+        return F.cross_entropy(logits.transpose(1, 2), y, ignore_index=-1, reduction="none")
+
+    model.forward = lambda x, y, loss_only: (None, of_tokens(x, y).sum() / (y != -1).sum())
     judge = Evaluate(config, data)
     documents, tokens = [], 0
     for windows in by_document(judge.final_windows, data):
@@ -60,20 +55,14 @@ def main(folder, argv):
     x, y = next(data.eval_batches(judge.final_windows, 0, 1, ROWS))
     model.eval()
     with torch.no_grad(), distributed.autocast(config, device):
-        together = of_tokens(model, x, y)
+        together = of_tokens(x, y)
         beside, alone = [], []
         for row in reversed(range(len(x))):
             end = x.shape[1] * (len(x) + row) // (2 * len(x))  # from the middle on, another one for each
             other = torch.cat([x[row, :end], x[row, end:].flip(0)])
             beside.append(together[row, end - 1].item())
-            alone.append(of_tokens(model, other[None], y[row:row + 1])[0, end - 1].item())
+            alone.append(of_tokens(other[None], y[row:row + 1])[0, end - 1].item())
     print(json.dumps({"reported": reported, "plain": plain, "beside": fmean(beside), "alone": fmean(alone)}))
-
-
-def of_tokens(model, x, y):
-    """(B, T), of each token."""
-    logits = model.model(x)[0].float()  # (B, T, vocab_size)
-    return F.cross_entropy(logits.transpose(1, 2), y, ignore_index=-1, reduction="none")
 
 
 if __name__ == "__main__":
