@@ -38,19 +38,20 @@ def best_rate(losses_by_rate):
     """
     means = {rate: float(np.mean(losses)) for rate, losses in sorted(losses_by_rate.items()) if len(losses)}
     rates = list(means)
-    losses = list(means.values())
-    if not any(map(math.isfinite, losses)):
+    losses = np.array([*means.values()])
+    if not np.isfinite(losses).any():
         return None
     i = int(np.argmin(losses))
+    rate = rates[i]
     if i == 0:
-        return BestRate(rates[0], rates[0] * 0.5, means)
+        return BestRate(rate, rate * 0.5, means)
     if i == len(rates) - 1:
-        return BestRate(rates[i], rates[i] * 2, means)
+        return BestRate(rate, rate * 2, means)
     three = slice(i - 1, i + 2)
-    if not np.isfinite(losses[three]).all():  # a neighbour diverged, so no parabola: keep this rate
-        return BestRate(rates[i], None, means)
-    vertex, _, _ = parabola(np.log(rates[three]), np.array(losses[three]))
-    return BestRate(float(f"{math.exp(vertex):.3g}"), None, means)
+    if np.isfinite(losses[three]).all():  # else a neighbour diverged, so no parabola
+        vertex, _, _ = parabola(np.log(rates[three]), losses[three])
+        rate = float(f"{math.exp(vertex):.3g}")
+    return BestRate(rate, None, means)
 
 
 def parabola(x, y):

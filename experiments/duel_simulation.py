@@ -31,6 +31,7 @@ CHANGE, CHANGE_BY_FILE = 0.005, 0.015  # SD of what a shorter run of a seed has 
 SEARCH, CURVATURE = 0.009, 0.047  # SD of a search's losses over seeds and rates; nats per squared e-fold of the rate
 FILES, BY_FILE = 45, 0.01  # held-out files, and the SD over them of the true difference of two families
 BUDGETS = (0.25, 0.5, 1.0)
+LOOKS = (8, 11, 14, 16)  # at so many pairs, where seeds are added
 RATES = 2e-3 * 2.0 ** (np.arange(6) - 2.5)  # four rates, and one more on either side
 
 
@@ -79,13 +80,13 @@ def misses(simulations, rng=0, times=1.0, **design):
     return missed / simulations
 
 
-def grown(simulations, until, rng=0, looks=(8, 11, 14, 16)):
-    """Share of duels of equals that end with an interval without 0, if seeds are added up to the last of `looks`, until
+def grown(simulations, until):
+    """Share of duels of equals that end with an interval without 0, if seeds are added up to the last of LOOKS, until
     the interval is "narrow" (half of it at most .007 nats), or until it "decides" (has no 0)."""
-    rng, missed, w = np.random.default_rng(rng), 0, np.ones(1)
+    rng, missed, w = np.random.default_rng(0), 0, np.ones(1)
     for _ in range(simulations):
-        a, b = 0.01 * rng.standard_normal((2, looks[-1], 1))
-        for n in looks:
+        a, b = 0.01 * rng.standard_normal((2, LOOKS[-1], 1))
+        for n in LOOKS:
             d = compare.difference(a[:n], b[:n], w, paired=True)
             excludes = not d.low <= 0 <= d.high
             if excludes if until == "decides" else d.high - d.low <= 0.014:
@@ -94,7 +95,7 @@ def grown(simulations, until, rng=0, looks=(8, 11, 14, 16)):
     return missed / simulations
 
 
-def record(simulations=20000):
+def record(simulations):
     """Every cell, [{"seeds", "correlation", "search", "times", "misses"}], and the two ways to add seeds."""
     designs = [(16, r, 4) for r in (None, 0.0, 0.7, 0.95)] + [(16, None, 2)]
     designs += [(n, r, search) for n in (5, 3) for r, search in ((None, 1), (0.95, 1), (0.95, 2))]
