@@ -32,7 +32,7 @@ import subprocess
 import tempfile
 import textwrap
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -42,7 +42,7 @@ from scipy import special
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-from common.errors import ConfigError, printable, regular  # noqa: E402
+from common.errors import ConfigError, printable  # noqa: E402
 from common.files import append, lock_folder, write_text  # noqa: E402
 from configurator import Range, Whole  # noqa: E402
 from evaluation.tasks import table  # noqa: E402
@@ -55,7 +55,6 @@ from runtime.records import BadRecord, cpu_model, fields, is_finished, read_json
 CODES = {"better": 0, "worse": 1, "same": 3, "undecided": 4}
 SIZES = {size: list(s.argv) for size, s in sweep.PRESETS["duel"].sizes.items()} | {"config": []}
 CURVE_PAIRS, FEWEST = 4, 6  # pairs whose run of HEAD also ends at 1/4 and 1/2; fewest pairs before a verdict
-USUAL_SD, USUAL_SLOPE = 0.009, 0.27  # nats, after 512 steps at 460K: of pairs, and per e-fold of tokens
 PROBE = REPO / "experiments" / "edit_probe.py"
 JUDGE = REPO / "experiments" / "edit_judge.py"
 ALIKE = {"float32": 5e-4, "bfloat16": 2e-3}  # nats by which two ways to measure a version may differ: rounding
@@ -70,49 +69,54 @@ class Version:
     name: str
     about: str
     tree: Path
-    root: Path
-    files: dict
+    root: Path = None
+    files: dict = None
+    probes: dict = field(default_factory=dict)  # {settings of train.py: what edit_probe.py says}
+
+    def probe(self, argv):
+        """What edit_probe.py says of the version with these settings. Raises ConfigError if it does not start."""
+        argv = (*argv, REPO / "data")  # where the vocabulary is
+        if argv not in self.probes:
+            self.probes[argv] = ask(PROBE, self.name, self.root or self.tree, *argv)
+        return self.probes[argv]
 
 
-def git(*args, otherwise="git fails: is it installed, and is this a clone of the repository?"):
-    """Output of a git command in the repository. Raises ConfigError(otherwise)."""
-    try:
-        return subprocess.run(["git", "-C", REPO, *args], capture_output=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        raise ConfigError(otherwise) from None
+def output(command, otherwise, **how):
+    """What a command prints. Raises ConfigError if it fails: `otherwise`, and its last words."""
+    ran = subprocess.run([*map(str, command)], capture_output=True, **how)
+    if ran.returncode:
+        words = ran.stderr.decode(errors="replace").strip() or "no output"
+        raise ConfigError(f"{otherwise}: {words.splitlines()[-1]}")
+    return ran.stdout
 
 
-def commit_of(name, option):
+def ask(program, name, root, *arguments):
+    """What edit_probe.py or edit_judge.py says of a version. Raises ConfigError if it fails."""
+    said = output([sys.executable, program, *arguments], f"{name} does not start", cwd=root)
+    return json.loads(said.splitlines()[-1])
+
+
+def commit_of(name, option=""):
     """The hash of a commit or branch. Raises ConfigError with the option that named it."""
-    return git("rev-parse", "--verify", f"{name}^{{commit}}", otherwise=f"{option}{name}: there is no such commit in "
-               f"{REPO}, or no git").decode().strip()
+    return output(["git", "-C", REPO, "rev-parse", "--verify", f"{name}^{{commit}}"],
+                  f"{option}{name}: there is no such commit in {REPO}").decode().strip()
 
 
 def checkout(code, commit, patch=None):
-    """A new folder in `code` with the files of a commit, changed by a patch if one is given. Submodules are the
-    clone's, and links lead where the clone's do. Raises ConfigError for a submodule that differs from the commit's."""
+    """A new folder in `code` with the files of a commit, changed by a patch if one is given. A link out of the clone
+    leads where the clone's does. Raises ConfigError if the patch does not fit."""
     tree = Path(tempfile.mkdtemp(dir=code, prefix="tmp-"))
-    ran = subprocess.run(["tar", "-xf", "-", "-C", tree], input=git("archive", commit), capture_output=True)
-    if ran.returncode:
-        raise ConfigError(f"no snapshot of {commit[:10]} in {code}: {ran.stderr.decode(errors='replace')}")
-    for path in [path for path in tree.rglob("*") if path.is_symlink()]:
-        target = os.path.normpath(path.parent.relative_to(tree) / os.readlink(path))
-        if target.startswith(".."):
+    archive = output(["git", "-C", REPO, "archive", commit], "git archive fails")
+    output(["tar", "-xf", "-", "-C", tree], f"no snapshot of {commit[:10]} in {code}", input=archive)
+    for path in tree.rglob("*"):
+        if path.is_symlink() and not path.exists():
+            target = REPO / path.parent.relative_to(tree) / os.readlink(path)
             path.unlink()
-            path.symlink_to(REPO / target)
-    for line in git("ls-files", "-sz").split(b"\0"):
-        if line.startswith(b"160000"):
-            path = os.fsdecode(line.split(b"\t")[1])
-            git("diff", "--quiet", "--ignore-submodules=untracked", commit, "--", path,
-                otherwise=f"the submodule {path} has changes: undo them, or compare versions that have the same")
-            shutil.rmtree(tree / path, ignore_errors=True)
-            (tree / path).symlink_to(REPO / path)
+            path.symlink_to(target)
     if patch:
-        outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(code.resolve())}  # or paths would be the clone's
-        ran = subprocess.run(["git", "-C", tree, "apply", Path(patch).resolve()], env=outside, capture_output=True)
-        if ran.returncode:
-            why = ran.stderr.decode(errors="replace").strip().splitlines()[0]
-            raise ConfigError(f"{patch} is no change of {commit[:10]}: {why}")
+        outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(code)}  # or paths would be the clone's
+        output(["git", "-C", tree, "apply", Path(patch).resolve()], f"{patch} is no change of {commit[:10]}",
+               env=outside)
     return tree
 
 
@@ -125,64 +129,62 @@ def take_todays_judge(tree):
             shutil.copyfile(path, tree / folder / path.name)
 
 
-def snapshot(code, tree, names):
-    """(folder, {path: hash}) of a copy of these files of a tree, what links lead to in their place, in code/<hash of
-    them>. A copy from before that was changed since is made anew."""
+def snapshot(version, code, argv):
+    """Copy the files of a version's tree that training loads, what links lead to in their place, to code/<hash of
+    them>. A copy from before that was changed since is made anew. Raises ConfigError for an edit in these seconds."""
+    version.files = version.probe(argv)["files"]
     copy = Path(tempfile.mkdtemp(dir=code, prefix="tmp-"))
-    for name in names:
+    for name in version.files:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(tree / name, copy / name)
-    files = hashes(copy)
-    folder = code / hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:8]
-    if os.path.lexists(folder) and (folder.is_symlink() or hashes(folder) != files):
-        folder.rename(tempfile.mkdtemp(dir=code, prefix="tmp-") + "/was")
-    if not folder.exists():
-        copy.rename(folder)
-    return folder, files
+        shutil.copyfile(version.tree / name, copy / name)
+    if not holds(copy, version.files):
+        raise ConfigError(f"{version.name} was edited while this program was starting: start it again")
+    version.root = code / short_hash(sorted(version.files.items()))
+    if os.path.lexists(version.root) and not holds(version.root, version.files):
+        version.root.rename(tempfile.mkdtemp(dir=code, prefix="tmp-") + "/was")
+    if not version.root.exists():
+        copy.rename(version.root)
 
 
-def hashes(folder, names=None):
-    """{path: hash} of these files in a folder; of all but compiled ones."""
-    if names is None:
-        found = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-        names = [path.relative_to(folder).as_posix() for path in found]
-    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+def holds(folder, files):
+    """True if a folder has these files, {path: hash}."""
+    for name, known in files.items():
+        path = folder / name
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != known:
+            return False
+    return True
 
 
-def ask(program, name, root, *arguments):
-    """What edit_probe.py or edit_judge.py says of a version. Raises ConfigError with its last words if it fails."""
-    command = [sys.executable, *map(str, (program, *arguments))]
-    ran = subprocess.run(command, cwd=root, capture_output=True, text=True, errors="replace")
-    if ran.returncode:
-        raise ConfigError(f"{name} does not start: {(ran.stderr.strip() or 'no output').splitlines()[-1]}")
-    return json.loads(ran.stdout.splitlines()[-1])
+def short_hash(value):
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
 
 
 def versions_of(args, code, argv):
-    """[HEAD's Version, an edit's ...] with snapshots in `code`. Raises ConfigError where nothing is to be compared."""
-    found = []
-    for left in code.glob("tmp-*"):  # by a kill
-        shutil.rmtree(left, ignore_errors=True)
+    """[HEAD's Version, an edit's ...] with snapshots in `code`. Raises ConfigError."""
+    remove_trees(code)  # left by a kill
     began = time.strftime("%H:%M")
     head = commit_of(args.against, "--against=")
-    for word in (args.against, *(args.edits or ["."])):
-        name, tree, about = word, REPO, f"the working tree at {began}"
-        if found and word.endswith((".patch", ".diff")):
-            tree = checkout(code, head, word)
-            about = f"{word}, applied to {head[:10]}"
-        elif not found or word != ".":
-            commit = commit_of(word, "")
-            tree = checkout(code, commit)
-            about = f"{word} ({commit[:10]})"
-        elif len(args.edits) < 2:
-            name = "the edit"
-        if args.todays_judge and tree != REPO:
-            take_todays_judge(tree)
-        files = ask(PROBE, name, tree, 1, *argv, REPO / "data")["files"]  # where the vocabulary is
-        found.append(Version(name, about, tree, *snapshot(code, tree, files)))
-    for used in code.glob("tmp-*"):
-        shutil.rmtree(used, ignore_errors=True)
+    found = [Version(args.against, f"{args.against} ({head[:10]})", checkout(code, head))]
+    for word in args.edits or ["."]:
+        if word == ".":
+            name = word if len(args.edits) > 1 else "the edit"
+            found.append(Version(name, f"the working tree at {began}", REPO))
+        elif word.endswith((".patch", ".diff")):
+            found.append(Version(word, f"{word}, applied to {head[:10]}", checkout(code, head, word)))
+        else:
+            commit = commit_of(word)
+            found.append(Version(word, f"{word} ({commit[:10]})", checkout(code, commit)))
+    for version in found:
+        if args.todays_judge and version.tree != REPO:
+            take_todays_judge(version.tree)
+        snapshot(version, code, argv)
+    remove_trees(code)
     return found
+
+
+def remove_trees(code):
+    for tree in code.glob("tmp-*"):
+        shutil.rmtree(tree, ignore_errors=True)
 
 
 def changes(head, edit):
@@ -208,163 +210,161 @@ def changes(head, edit):
 
 def summary(changed, diff):
     """The files that differ and how many lines came and went, in words."""
-    names = ", ".join(changed[:9])
-    if len(changed) > 9:
-        names += ", ..."
     came, went = (sum(line[:1] == sign != line[1:2] for line in diff) for sign in "+-")
-    return f"{names}, {came} lines +, {went} lines -"
+    return f"{', '.join(changed)}, {came} lines +, {went} lines -"
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
 
-class Comparison:
-    """Versions, HEAD first, trained with the settings argv in cells of the sweep in folder."""
+class Side:
+    """A version at a size: trained with the settings argv, in cells of the sweep in args.folder."""
 
-    def __init__(self, versions, argv, steps, folder):
-        self.head, *self.edits = [version.name for version in versions]
-        self.steps = steps
-        self.folder = folder
-        self.roots = {}
-        self.probes = {}  # name of a version: what edit_probe.py says of it
-        self.argv = {}
-        self.key = {}  # name of a version: of its code and settings, for the names of cells
+    def __init__(self, version, argv, args, head=None):
+        self.name = version.name
+        self.root = version.root
+        self.steps = args.steps
+        self.folder = args.folder
+        self.probe = version.probe(argv)
+        self.argv = [str(self.root / argv[0]), *argv[1:], f"--dataset={data_path(self.probe['dataset'])}",
+                     "--min_lr=0", "--schedule=wsd", "--decay_iters=-1",
+                     f"--warmup_iters={max(1, self.steps // 40)}", f"--learning_rate={self.probe['learning_rate']:g}"]
+        settings = [self.argv, self.steps, os.environ.get("OMP_NUM_THREADS")]
+        self.key = f"{self.root.name}-{short_hash(settings)}"  # of code and settings, for the names of cells
+        self.head = head or self
         self.rows = {}  # name of a cell: its row of results
-        self.facts = {}  # what all runs must have alike
-        self.diverged = {}  # edit: (seed, sentence)
-        for version in versions:
-            name, root = version.name, version.root
-            self.roots[name] = root
-            self.probes[name] = about = ask(PROBE, name, root, 4, *argv, REPO / "data")
-            self.argv[name] = [str(root / argv[0]), *argv[1:], f"--dataset={data_path(about['dataset'])}", "--min_lr=0",
-                               "--schedule=wsd", "--decay_iters=-1", f"--warmup_iters={max(1, steps // 40)}",
-                               f"--learning_rate={about['learning_rate']:g}"]
-            settings = repr([self.argv[name], steps, os.environ.get("OMP_NUM_THREADS")]).encode()
-            self.key[name] = f"{root.name}-{hashlib.sha256(settings).hexdigest()[:8]}"
-            for key in ("dataset", "batch_tokens", "eval_block_size"):  # or they would not be judged by the same
-                one, other = self.probes[self.head][key], about[key]
-                if one != other:
-                    raise ConfigError(f"{key} is {one} in {self.head} and {other} in {name}: give one for both with "
-                                      f"--{key.replace('dataset', 'data')}=...")
+        self.diverged = ()  # seed, sentence
 
-    def cell(self, name, seed, part=1):
+    def cell(self, seed, part=1):
         """A run of 1/part of the budget; a shorter one branches from the whole one before its decay."""
         steps = self.steps // part
-        whole = f"{self.key[name]}_seed{seed}"
-        argv = [*self.argv[name], f"--max_iters={steps}", f"--seed={seed}"]
+        whole = f"{self.key}_seed{seed}"
+        argv = [*self.argv, f"--max_iters={steps}", f"--seed={seed}"]
         if seed > 1 or part > 1:
             argv.append("--self_check=off")  # the first pair's runs check this code
         if part > 1:
-            argv.append(f"--branch={self.folder.resolve()}/{whole}@{decay_begins(steps)}")
-        elif name == self.head and seed <= CURVE_PAIRS:
-            argv.append(f"--keep_steps={decay_begins(self.steps // 4)},{decay_begins(self.steps // 2)}")
-        at = {"stage": "edit", "version": self.key[name], "against": self.key[self.head], "steps": steps, "seed": seed}
+            argv.append(f"--branch={self.folder}/{whole}@{decay_begins(steps)}")
+        elif self is self.head and seed <= CURVE_PAIRS:
+            argv.append(f"--keep_steps={decay_begins(steps // 4)},{decay_begins(steps // 2)}")
+        at = {"stage": "edit", "version": self.key, "against": self.head.key, "steps": steps, "seed": seed}
         if part > 1:
-            return runner.Cell(f"{whole}_1of{part}", argv, at, after=whole, root=self.roots[name])
-        return runner.Cell(whole, argv, at, root=self.roots[name])
+            return runner.Cell(f"{whole}_1of{part}", argv, at, after=whole, root=self.root)
+        return runner.Cell(whole, argv, at, root=self.root)
 
-    def run(self, engine, edits, first, most, say):
+    def row(self, seed, part=1):
+        return self.rows[self.cell(seed, part).name]
+
+    def column(self, key, n):
+        """This of the first n runs."""
+        return np.array([self.row(seed)[key] for seed in range(1, n + 1)])
+
+    def check_measure(self, allowed):
+        """Raises ConfigError if the first run is not measured as any other model's is, within so many nats."""
+        cell = self.cell(1)
+        nats = ask(JUDGE, self.name, self.root, self.folder / cell.name, *cell.argv)
+        if not abs(nats["reported"] - nats["plain"]) < allowed:
+            raise ConfigError(f"{self.name} is not measured as others are: its loss is {nats['reported']:.4f} nats, "
+                              f"and the cross-entropy of its logits {nats['plain']:.4f}: leave the loss in eval mode "
+                              "alone")
+        if not abs(nats["beside"] - nats["alone"]) < allowed:
+            raise ConfigError(f"{self.name} is not measured as others are: with other later tokens, rows beside it and "
+                              f"text before, its loss is {nats['alone']:.4f} nats in place of {nats['beside']:.4f}: "
+                              "let it read nothing but the tokens before")
+
+
+class Comparison:
+    """HEAD and edits at one size."""
+
+    def __init__(self, versions, argv, args, say):
+        self.head = Side(versions[0], argv, args)
+        self.edits = [Side(version, argv, args, self.head) for version in versions[1:]]
+        self.args = args
+        self.say = say
+        self.facts = {}  # what all runs must have alike
+        self.stopped = False  # by the user
+        for edit in self.edits:
+            for key in ("dataset", "batch_tokens", "eval_block_size"):  # or they would not be judged by the same
+                one, other = self.head.probe[key], edit.probe[key]
+                if one != other:
+                    raise ConfigError(f"{key} is {one} in {self.head.name} and {other} in {edit.name}: give one for "
+                                      f"both with --{key.replace('dataset', 'data')}=...")
+
+    def run(self, engine, edits, first, most):
         """Run the next pairs of HEAD and these edits, as many as fill the engine; returns their seeds."""
+        folder = self.args.folder
         seeds = []
-        cells = {}  # name of a run: (version, Cell)
+        plan = []  # (side, cell)
         unfinished = 0
         while not seeds or len(seeds) < most and unfinished < min(engine.jobs, 64):
             seed = first + len(seeds)
             seeds.append(seed)
             parts = (1, 4, 2) if seed <= CURVE_PAIRS else (1,)
-            wanted = [(self.head, part) for part in parts] + [(edit, 1) for edit in edits]
-            for name, part in wanted:
-                cell = self.cell(name, seed, part)
-                cells[cell.name] = name, cell
-                unfinished += not is_finished(self.folder / cell.name)
-        plan = [cell for _, cell in cells.values()]
-        runner.write_plan(self.folder, plan)
-        with append(self.folder / "runs.txt") as f, contextlib.redirect_stdout(f), contextlib.redirect_stderr(f):
-            failed = runner.run_cells(plan, self.folder, engine)
-        for name, cell in cells.values():
-            self.read(name, cell, failed)
-            row = self.rows.get(cell.name)
+            cells = [(self.head, self.head.cell(seed, part)) for part in parts]
+            cells += [(edit, edit.cell(seed)) for edit in edits]
+            unfinished += sum(not is_finished(folder / cell.name) for _, cell in cells)
+            plan += cells
+        cells = [cell for _, cell in plan]
+        runner.write_plan(folder, cells)
+        with append(folder / "runs.txt") as f, contextlib.redirect_stdout(f), contextlib.redirect_stderr(f):
+            failed = runner.run_cells(cells, folder, engine)
+        for side, cell in plan:
+            self.read(side, cell, failed)
+            row = side.rows.get(cell.name)
             if row and not sys.stdout.isatty():  # there is nobody who sees a bar
-                say(f"{name}, seed {row['seed']}, {row['steps']} steps: loss {row['val_loss']:.4f}")
+                self.say(f"{side.name}, seed {row['seed']}, {row['steps']} steps: loss {row['val_loss']:.4f}")
         if first == 1:
-            for name in (self.head, *edits):
-                self.check_measure(name)
+            for side in (self.head, *edits):
+                if side.rows:  # else it diverged
+                    side.check_measure(ALIKE[self.facts["dtype"]])
         return seeds
 
-    def check_measure(self, name):
-        """Raises ConfigError if a version's first run is not measured as any other model is."""
-        cell = self.cell(name, 1)
-        if cell.name not in self.rows:  # it diverged
-            return
-        allowed = ALIKE[self.facts["dtype"]]
-        nats = ask(JUDGE, name, self.roots[name], self.folder.resolve() / cell.name, *cell.argv)
-        if not abs(nats["reported"] - nats["plain"]) < allowed:
-            raise ConfigError(f"{name} is not measured as others are: its loss is {nats['reported']:.4f} nats, and the "
-                              f"cross-entropy of its logits {nats['plain']:.4f}: leave the loss in eval mode alone")
-        if not abs(nats["beside"] - nats["alone"]) < allowed:
-            raise ConfigError(f"{name} is not measured as others are: with other later tokens, rows beside it and text "
-                              f"before, its loss is {nats['alone']:.4f} nats in place of {nats['beside']:.4f}: let it "
-                              "read nothing but the tokens before")
-
-    def read(self, name, cell, failed):
+    def read(self, side, cell, failed):
         """Keep the row of a cell that has run, or why the edit diverges. Raises ConfigError if a run failed or is not
         like those before."""
-        why = ""
         try:
-            row = records.read_run(self.folder / cell.name, cell.at)
+            row = records.read_run(side.folder / cell.name, cell.at)
         except BadRecord as error:
-            why = str(error)
-        if "it diverged" in why:
-            if name == self.head:
-                raise ConfigError(f"{name} diverges with seed {cell.at['seed']} ({why}): see {self.folder / cell.name}")
-            short = why.replace("it diverged: ", "").replace(": it diverged", "")
-            self.diverged.setdefault(name, (cell.at["seed"], f"it diverges with seed {cell.at['seed']} ({short})"))
-            return
-        if why:
-            raise ConfigError(f"{name} does not run: {failed.get(cell.name, why)}")
-        self.rows[cell.name] = row
+            return self.diverges(side, cell, failed, str(error))
+        side.rows[cell.name] = row
         facts = {key: value for (group, key), value in row["same"].items() if group == "data"}
-        facts |= {"dtype": row["dtype"], "torch": row["torch"], f"the code of {name}'s runs": row["code"]}
+        facts |= {"dtype": row["dtype"], "torch": row["torch"]}
         for key, value in facts.items():
             before = self.facts.setdefault(key, value)
             if value != before:
-                raise ConfigError(f"{key} of {name}: {value}, where runs before have {before}: make it alike for "
+                raise ConfigError(f"{key} of {side.name}: {value}, where runs before have {before}: make it alike for "
                                   "all versions, or choose another --out")
 
-    def row(self, name, seed, part=1):
-        return self.rows[self.cell(name, seed, part).name]
-
-    def column(self, name, key, n):
-        """This of the first n runs of a version."""
-        return np.array([self.row(name, seed)[key] for seed in range(1, n + 1)])
-
-    def identical(self, edit):
-        """True if the first pair's validation losses are the same to the bit, document by document."""
-        one, other = (self.row(name, 1)["val_document_losses"] for name in (self.head, edit))
-        return np.array_equal(one, other)
+    def diverges(self, side, cell, failed, why):
+        """Keep why a run of an edit diverged. Raises ConfigError if it failed for another reason, or is HEAD's."""
+        seed = cell.at["seed"]
+        if "it diverged" not in why:
+            raise ConfigError(f"{side.name} does not run: {failed.get(cell.name, why)}")
+        if side is self.head:
+            raise ConfigError(f"{side.name} diverges with seed {seed} ({why}): see {side.folder / cell.name}")
+        short = why.replace("it diverged: ", "").replace(": it diverged", "")
+        side.diverged = side.diverged or (seed, f"it diverges with seed {seed} ({short})")
 
     def results(self, edit, n):
         """(differences (n,), curves (k, 2)) for `compare.decide`, of the first n pairs."""
-        differences = self.column(edit, "val_loss", n) - self.column(self.head, "val_loss", n)
+        head = self.head
         curves = []
         for seed in range(1, min(n, CURVE_PAIRS) + 1):
-            whole = self.row(self.head, seed)["val_loss"]
-            curves.append([self.row(self.head, seed, part)["val_loss"] - whole for part in (4, 2)])
-        return differences, np.array(curves)
+            curves.append([head.row(seed, part)["val_loss"] - head.row(seed)["val_loss"] for part in (4, 2)])
+        return edit.column("val_loss", n) - head.column("val_loss", n), np.array(curves)
 
     def notes(self, edit):
         """Lines: what differs beside the loss by more than 1%, and whether the pairs share their draws."""
-        ours, heads = self.probes[edit], self.probes[self.head]
+        ours, heads = edit.probe, self.head.probe
         lines = []
         for key in ("parameters", "FLOPs per token", "state", "learning_rate"):
             if abs(ours[key] - heads[key]) > 0.01 * heads[key]:
-                line = f"{key} {number(ours[key])}, {self.head} {number(heads[key])}"
+                line = f"{key} {number(ours[key])}, {self.head.name} {number(heads[key])}"
                 if key != "learning_rate":
                     line += ": better per token is not better per second"
                 lines.append(line)
         other = sum(draw[0] for name, draw in ours["draws"].items() if draw != heads["draws"].get(name))
         if other:
             lines.append(f"{other / ours['parameters']:.1%} of the edit's parameters start from other values than "
-                         f"{self.head}'s, so the pairs share less noise")
+                         f"{self.head.name}'s, so the pairs share less noise")
         return lines
 
 
@@ -384,12 +384,10 @@ def in_times(interval):
 
 
 def data_path(dataset):
-    """The dataset's folders by their absolute paths: snapshots have no data. Raises ConfigError."""
+    """The dataset's folders by their absolute paths: snapshots have no data."""
     parts = []
     for name, colon, share in (part.partition(":") for part in dataset.split(",")):
         folder = Path(name) if Path(name).is_dir() else REPO / "data" / name
-        if not (folder / "meta.json").exists():
-            raise ConfigError(f"{folder} is not prepared: python data/{name}/prepare.py")
         parts.append(f"{folder.resolve()}{colon}{share}")
     return ",".join(parts)
 
@@ -398,12 +396,12 @@ class Budget:
     """Pairs or minutes of a comparison. When each pair ended stands in a file, so a restart goes on where it was."""
 
     def __init__(self, path, pairs, minutes):
-        self.path, self.pairs, self.minutes = path, pairs, minutes
-        self.ends, self.plans = [], []  # minutes after which each pair ended; budgets that were asked for
-        if path.exists():
-            with fields(f"{path}: it"):
-                record = read_json(path)
-                self.ends, self.plans = [*map(float, record["minutes"])], [*map(str, record["plans"])]
+        self.path = path
+        self.pairs = pairs
+        self.minutes = minutes
+        record = read_json(path) if path.exists() else {"minutes": [], "plans": []}
+        self.ends = record["minutes"]  # after which each pair ended
+        self.plans = record["plans"]  # budgets that were asked for
         self.fractions = []  # of the budget, at each look
         self.began = time.monotonic() - 60 * max(self.ends, default=0)
 
@@ -446,117 +444,121 @@ class Decision:
     interval: tuple = ()
     nats: tuple = ()
     sentence: str = ""  # of a comparison that needs no interval
+    pairs: int = 0
+    minutes: float = 0.0
 
     def times(self, head):
-        return f"{in_times(np.exp(self.interval))} times the tokens of {head}"
+        return f"{in_times(np.exp(self.interval))} times the tokens of {head.name}"
 
     def so_far(self, head):
         """In words; nats where the interval is too wide to name tokens."""
-        if self.sentence or not self.interval:
-            return self.sentence or "different losses"
+        if self.sentence:
+            return self.sentence
         if self.interval[2] - self.interval[1] > 2:
             return f"{self.nats[0]:+.4f} nats so far"
         return f"needs {self.times(head)}"
 
 
-def decide(c, edit, n, bound, args):
+def decide(c, edit, n, bound):
     """The Decision about an edit after n pairs."""
-    seed, sentence = c.diverged.get(edit, (n + 1, ""))
+    seed, sentence = edit.diverged or (n + 1, "")
     if seed <= n:
         return Decision("worse", sentence=f"worse: {sentence}")
     if n == 1:
-        return Decision("same", sentence="identical runs: the edit changes no bit") if c.identical(edit) else Decision()
-    verdict, *numbers = (x.item() for x in compare.decide(*c.results(edit, n), bound, args.margin, args.error))
+        one, other = (side.column("val_document_losses", 1) for side in (c.head, edit))
+        if np.array_equal(one, other):
+            return Decision("same", sentence="identical runs: the edit changes no bit")
+        return Decision()
+    found = compare.decide(*c.results(edit, n), bound, c.args.margin, c.args.error)
+    verdict, *numbers = (x.item() for x in found)
     return Decision(verdict if n >= FEWEST else "undecided", numbers[:3], numbers[3:])
 
 
-def compare_versions(c, args, minutes, engine, say, looks):
-    """Run pairs until they decide about each edit: {edit: the numbers of edit.json about this size}. looks: file of
-    when each pair ended."""
-    budget = Budget(looks, args.pairs, minutes)
-    limits = compare.bounds(budget.fractions, args.error)
+def compare_versions(c, minutes, engine):
+    """Run pairs until they decide about each edit: {its name: the numbers of edit.json about this size}."""
+    together = short_hash(sorted(edit.key for edit in c.edits))
+    budget = Budget(c.args.folder / f"looks-{together}.json", c.args.pairs, minutes)
+    limits = compare.bounds(budget.fractions, c.args.error)
     n = 0
     undecided = list(c.edits)
-    decisions = {edit: (0, 0.0, Decision()) for edit in c.edits}  # after so many pairs and minutes
+    decisions = dict.fromkeys(c.edits, Decision())
     try:
         while undecided and (n == 0 or budget.fractions[-1] < 1):
-            seeds = c.run(engine, undecided, n + 1, budget.most(n), say)
+            seeds = c.run(engine, undecided, n + 1, budget.most(n))
             budget.ended(seeds[-1])
             for n in seeds:
                 budget.look(n)
                 bound = next(limits)
                 for edit in list(undecided):
-                    decision = decide(c, edit, n, bound, args)
-                    decisions[edit] = n, budget.spent(), decision
+                    decisions[edit] = decision = decide(c, edit, n, bound)
+                    decision.pairs = n
+                    decision.minutes = budget.spent()
                     if n > 1:
-                        of = f"{edit}, " if len(c.edits) > 1 else ""
-                        say(f"{of}pair {n}: {decision.so_far(c.head)}; {budget.left(n):.0f} minutes left")
-                    if decision.sentence or decision.verdict != "undecided" and not args.pairs:
+                        c.say(f"pair {n}: {decision.so_far(c.head)}; {budget.left(n):.0f} minutes left", edit.name)
+                    if decision.sentence or decision.verdict != "undecided" and not c.args.pairs:
                         undecided.remove(edit)
                 if not undecided or budget.fractions[-1] == 1:
                     break
     except KeyboardInterrupt:
-        args.stopped = True
-    return {edit: describe(c, edit, args, budget, *decisions[edit]) for edit in c.edits}
+        c.stopped = True
+    return {edit.name: describe(c, edit, budget.plans, decisions[edit]) for edit in c.edits}
 
 
-def describe(c, edit, args, budget, n, spent, decision):
+def describe(c, edit, plans, decision):
     """The numbers of edit.json about an edit at a size: the sentence, the losses, and notes on how far it reaches."""
+    n = decision.pairs
+    error = c.args.error
     notes = c.notes(edit)
-    numbers = {"verdict": decision.verdict, "pairs": n, "minutes": spent, "notes": notes, "interval": None,
-               "parameters": c.probes[edit]["parameters"], "dtype": c.facts["dtype"], "torch": c.facts["torch"]}
+    numbers = {"verdict": decision.verdict, "pairs": n, "minutes": decision.minutes, "notes": notes, "interval": None,
+               "parameters": edit.probe["parameters"], "dtype": c.facts["dtype"], "torch": c.facts["torch"]}
     if decision.sentence:
         return numbers | {"sentence": decision.sentence}
     if n < 2:
         return numbers | {"sentence": f"undecided: too few pairs ({n}); rerun, or ask for more"}
-    minutes = f"{spent:.0f} minutes"
-    words = {"better": "better,", "worse": "worse,", "same": f"no difference of more than {args.margin:.1%}:",
-             "undecided": f"{'stopped' if args.stopped else 'undecided'} after {minutes}:"}[decision.verdict]
+    minutes = f"{decision.minutes:.0f} minutes"
+    words = {"better": "better,", "worse": "worse,", "same": f"no difference of more than {c.args.margin:.1%}:",
+             "undecided": f"{'stopped' if c.stopped else 'undecided'} after {minutes}:"}[decision.verdict]
     few = "" if n >= FEWEST else f", and a verdict needs {FEWEST}"
     sentence = f"{words} needs {decision.times(c.head)} ({n} + {n} runs{few}, {minutes})"
     differences, curves = c.results(edit, n)
-    heads, ours = (c.column(name, "val_loss", n) for name in (c.head, edit))
-    texts = over_texts(c, edit, n, decision, curves, args.error)
-    if len(budget.plans) > 1:
-        notes.append(f"planned {', '.join(budget.plans)}: false verdicts with probability "
-                     f"{len(budget.plans) * args.alpha:g}")
-    notes += speed(c, edit, n, decision.interval)
-    without_pairs = (heads.var() + ours.var()) / max(differences.var(), 1e-12)
-    notes += [f"the losses of pairs correlate by {np.corrcoef(heads, ours)[0, 1]:.2f}: without pairs "
-              f"{without_pairs:.1f} times as many runs",
-              "loss {:+.4f} ({:+.4f} .. {:+.4f}) nats per token, both at their config's learning rate".format(
+    low, high = texts = over_texts(c, edit, decision, curves.mean(0))
+    if len(plans) > 1:
+        notes.append(f"planned {', '.join(plans)}: false verdicts with probability {len(plans) * c.args.alpha:g}")
+    notes += speed(c, edit, decision)
+    notes += ["loss {:+.4f} ({:+.4f} .. {:+.4f}) nats per token, both at their config's learning rate".format(
                   *decision.nats),
               f"the pair that is farthest from the others: {odd_one(differences)}",
-              f"the interval is over seeds, on these held-out files, {1 - args.error:.4g} wherever it stops; over "
-              f"other texts too: {texts[0]:.2f} .. {texts[1]:.3g}"]
+              f"the interval is over seeds, on these held-out files, {1 - error:.4g} wherever it stops; over other "
+              f"texts too: {low:.2f} .. {high:.3g}"]
     return numbers | {"interval": np.exp(decision.interval).tolist(), "nats": decision.nats[0],
                       "nats_interval": decision.nats[1:], "over_texts": texts,
-                      "losses": [heads.tolist(), ours.tolist()], "curves": curves.tolist(), "sentence": sentence}
+                      "losses": [side.column("val_loss", n).tolist() for side in (c.head, edit)],
+                      "curves": curves.tolist(), "sentence": sentence}
 
 
-def over_texts(c, edit, n, decision, curves, error):
+def over_texts(c, edit, decision, curve):
     """The interval of tokens with the variance over documents added to what is in the verdict's, so never narrower."""
-    head_texts, edit_texts = (c.column(name, "val_document_losses", n) for name in (c.head, edit))
-    weights = c.row(c.head, 1)["val_document_tokens"]
-    variance, df = compare.document_variance(edit_texts - head_texts, np.zeros((1, len(weights))), weights)
-    off = special.stdtrit(df, 1 - error / 2) * max(variance, 0.0) ** 0.5
+    heads, ours = (side.column("val_document_losses", decision.pairs) for side in (c.head, edit))
+    weights = c.head.row(1)["val_document_tokens"]
+    variance, df = compare.document_variance(ours - heads, np.zeros((1, len(weights))), weights)
+    off = special.stdtrit(df, 1 - c.args.error / 2) * max(variance, 0.0) ** 0.5
     at, low, high = decision.interval
-    ends = compare.log_tokens(decision.nats[0] + np.array([-off, off]), curves.mean(0))
+    ends = compare.log_tokens(decision.nats[0] + np.array([-off, off]), curve)
     return np.exp([at - np.hypot(at - low, at - ends[0]), at + np.hypot(high - at, ends[1] - at)]).tolist()
 
 
-def speed(c, edit, n, interval):
+def speed(c, edit, decision):
     """A line, if the pairs tell that one version takes longer per token: how much, and what follows for the seconds to
-    HEAD's loss. interval: of the log of the ratio of tokens."""
-    ours, heads = (-np.log(c.column(name, "tokens_per_second", n))[:, None] for name in (edit, c.head))
+    HEAD's loss."""
+    heads, ours = (-np.log(side.column("tokens_per_second", decision.pairs))[:, None] for side in (c.head, edit))
     d = compare.difference(ours, heads, np.ones(1), paired=True)
     if d.low <= 0 <= d.high:
         return []
-    tokens = compare.Multiplier(*np.exp(interval).tolist(), beyond=False)
+    tokens = compare.Multiplier(*np.exp(decision.interval).tolist(), beyond=False)
     seconds = compare.times(tokens, d.mean, (d.high - d.low) / 2)
-    ratio, low, high = np.exp([d.mean, d.low, d.high])
-    return [f"a token takes {ratio:.2f} ({low:.2f} .. {high:.2f}) times {c.head}'s seconds, {c.head}'s loss "
-            f"{seconds.value:.2f} ({seconds.low:.2f} .. {seconds.high:.2f}) times"]
+    head = c.head.name
+    return [f"a token takes {in_times(np.exp(d[:3]))} times {head}'s seconds, {head}'s loss {in_times(seconds[:3])} "
+            "times"]
 
 
 def odd_one(differences):
@@ -573,12 +575,11 @@ def odd_one(differences):
 def ranked(results):
     """(edit, size, its numbers) of {edit: {size: numbers}}, the best edit first: by verdict, then by tokens."""
     order = ["better", "same", "undecided", "worse"]
-
-    def place(edit):
-        first = next(iter(results[edit].values()))
-        return order.index(verdict_of(results[edit])), (first["interval"] or [1.0])[0]
-
-    return [(edit, size, of_size) for edit in sorted(results, key=place) for size, of_size in results[edit].items()]
+    places = []
+    for edit, sizes in results.items():
+        first = next(iter(sizes.values()))
+        places.append((order.index(verdict_of(sizes)), (first["interval"] or [1.0])[0], edit))
+    return [(edit, size, of_size) for *_, edit in sorted(places) for size, of_size in results[edit].items()]
 
 
 def verdict_of(sizes):
@@ -595,63 +596,65 @@ def row_of(edit, size, of_size):
             "pairs": str(of_size["pairs"])}
 
 
-def write_page(folder, numbers, comparisons, ranking):
+def write_page(folder, numbers, comparisons):
     """The page and figure of an edit: the sentences, training curves, the difference over the run, the diff."""
-    name = numbers["name"]
     sentences = []
     notes = []
     panels = []
     for c, (size, of_size) in zip(comparisons, numbers["sizes"].items(), strict=True):
+        edit = next(edit for edit in c.edits if edit.name == numbers["name"])
         sentences.append(f"{size}: {of_size['sentence']}")
         notes += [f"{size}: {note}" for note in of_size["notes"]]
         notes.append(f"{size}: {number(of_size['parameters'])} parameters, products in {of_size['dtype']}, torch "
                      f"{of_size['torch']}, {numbers['machine']}")
         if of_size["pairs"] > 1:
-            panels += training(c, name, size, of_size["pairs"])
+            panels += training(c.head, edit, size, of_size["pairs"])
     n, error = numbers["edits_tried"], numbers["error"]
-    tried = (f"Edits tried against the same runs of {numbers['against']}: {n}. One that does nothing is called better "
+    tried = (f"Edits tried against the same code of {numbers['against']}: {n}. One that does nothing is called better "
              f"or worse with probability {error:.4g} at most, one of {n} with up to {1 - (1 - error) ** n:.2f}.")
-    together = pages.table(ranking) if len(ranking) > len(sentences) else ""
-    page = pages.Page(sentences, [pages.escaped(numbers["about"]), together, pages.listed(notes)], panels,
+    page = pages.Page(sentences, [pages.escaped(numbers["about"]), pages.listed(notes)], panels,
                       [tried, textwrap.indent((folder / "edit.diff").read_text(), "    ")])
     pages.write("Did the edit help?", page, folder / "edit")
 
 
-def training(c, edit, size, n):
+def training(head, edit, size, n):
     """Panels: the training losses of n pairs, and their difference with two standard errors."""
-    logs = [[read_log(c.folder / c.cell(name, seed).name, "train") for seed in range(1, n + 1)]
-            for name in (c.head, edit)]
-    lines = min(len(log) for of in logs for log in of)  # a damaged log has fewer, and one that diverged
-    if not lines:
-        return []
-    losses = np.array([[[e["train_loss"] for e in log[:lines]] for log in of] for of in logs], float)
-    width = max(1, losses.shape[-1] // 16)  # of a running mean: a line has one step's loss
-    losses = np.apply_along_axis(np.convolve, -1, losses, np.ones(width) / width, "valid")
-    tokens = [e["tokens"] for e in logs[0][0][:lines]][width - 1:]
+    import pandas
+
+    losses = []  # (tokens, seeds) of each side, running means, as a line of the log has one step's loss
+    for side in (head, edit):
+        runs = []
+        for seed in range(1, n + 1):
+            log = read_log(side.folder / side.cell(seed).name, "train")
+            runs.append(pandas.DataFrame(log, columns=["tokens", "train_loss"], dtype=float).set_index("tokens"))
+        frame = pandas.concat(runs, axis=1, keys=range(n))
+        losses.append(frame.rolling(max(1, len(frame) // 16)).mean())
     change = losses[1] - losses[0]
-    mean = change.mean(0)
-    error = 2 * change.std(0, ddof=1) / np.sqrt(n)
-    curves = [Curve(name, name, tokens, of.mean(0)) for name, of in zip((c.head, edit), losses, strict=True)]
+    mean = change.mean(axis=1)
+    error = 2 * change.sem(axis=1)
+    curves = []
+    for side, of_side in zip((head, edit), losses, strict=True):
+        curves.append(Curve(side.name, side.name, of_side.index, of_side.mean(axis=1)))
     return [Panel(f"{size}: training loss", "tokens", "nats", curves),
-            Panel(f"{size}: {edit} minus {c.head}, +- 2 standard errors", "tokens", "nats",
-                  [Curve(edit, "", tokens, mean, mean - error, mean + error)])]
+            Panel(f"{size}: {edit.name} minus {head.name}, +- 2 standard errors", "tokens", "nats",
+                  [Curve(edit.name, "", change.index, mean, mean - error, mean + error)])]
 
 
 def write_overview(folder):
     """edits.md and edits.html in a folder of HEAD's runs: all edits that were ever tried against them."""
     rows = []
     diffs = []
-    for folder_of_one in sorted(folder.glob("edit-*/")):
-        about = {"in": folder_of_one.name}
+    for path in sorted(folder.glob("edit-*/edit.diff")):
+        name = path.parent.name
+        edit, _, diff = path.read_text(errors="replace").partition("\n")
+        diffs += [f"## {name}: {pages.escaped(edit)}", textwrap.indent(diff, "    ")]
+        about = {"edit": edit, "in": name}
         try:
-            diff = regular(folder_of_one / "edit.diff").read_text(errors="replace")
-            about["edit"], _, diff = diff.partition("\n")
-            diffs += [f"## {folder_of_one.name}: {pages.escaped(about['edit'])}", textwrap.indent(diff, "    ")]
             with fields():
-                record = read_json(folder_of_one / "edit.json")
+                record = read_json(path.with_name("edit.json"))
                 about |= {"on": record["date"], "files": ", ".join(record["changed"])}
-                rows += [row_of("", *item) | about for item in record["sizes"].items()]
-        except (OSError, BadRecord) as error:
+                rows += [row_of(edit, *item) | about for item in record["sizes"].items()]
+        except BadRecord as error:
             rows.append(about | {"verdict": f"none: {error}"})
     page = pages.Page([f"{len(diffs) // 2} edits were tried against the same version."], [pages.table(rows)], [], diffs)
     pages.write("Edits that were tried", page, folder / "edits")
@@ -672,7 +675,6 @@ class EditRun(Where):
     margin: Annotated[float, Range(1e-4, 1)] = 0.02  # a difference that would not matter
     alpha: Annotated[float, Range(1e-3, 0.5)] = 0.05  # probability of a false verdict about any of the edits
     todays_judge: bool = False  # take evaluation, loader and tokenizer of all versions from the working tree
-    gpus: str = ""  # use these, as 0,1 (all)
     out: Path = REPO / "out" / "edit"  # folder
     quiet: bool = False  # print the sentence only
 
@@ -685,130 +687,10 @@ def config_of(words):
     given = [word for word in words if word.endswith(".py")] or ["config/longhorn_laptop.py"]
     if len(given) > 1:
         raise ConfigError(f"{' '.join(given)}: give one config")
-    for path in (os.path.abspath(REPO / given[0]), os.path.realpath(REPO / given[0])):
-        name = os.path.relpath(path, REPO)
-        if not name.startswith(".."):
-            return name
-    raise ConfigError(f"{given[0]} is not in {REPO}, so all versions would have the same: copy it there")
-
-
-def run(args):
-    """Compare the versions; returns the exit code. Raises ConfigError."""
-    args.out = args.out.resolve()
-    args.stopped = False  # by the user
-    config = config_of(args.edits)
-    args.edits = [word for word in args.edits if not word.endswith(".py")]
-    args.error = args.alpha / max(1, len(args.edits))  # Bonferroni, of the sequential test of each
-    os.environ.setdefault("LONGHORN_BUILD_DIR", str(REPO / "build"))  # libraries are named by their content
-
-    def say(line):
-        if not args.quiet:
-            print(printable(line), flush=True)
-
-    settings = [*sweep.PRESETS["duel"].args, "--log_interval=8", "--eval_tokens=655360", "--final_eval_tokens=655360",
-                *args.others]  # 655,360: all of pystdlib
-    if args.data:
-        settings.append(f"--dataset={data_path(args.data)}")
-    code = args.out / "code"
-    with lock_folder(code, wait=600):
-        head, *edits = versions = versions_of(args, code, [config, *next(iter(args.sizes.values())), *settings])
-    folder = args.out / head.root.name
-    for edit in edits:
-        edit.out = folder / f"edit-{edit.root.name}"
-        edit.out.mkdir(parents=True, exist_ok=True)
-        edit.changed, diff = changes(head, edit)
-        edit.about += f" against {head.about}"
-        write_text(edit.out / "edit.diff", "\n".join([edit.about, *diff]))
-        say(f"{edit.about}: {summary(edit.changed, diff)}")
-    comparisons, results, where = compare_sizes(args, config, settings, versions, folder, say)
-    order = ranked(results)
-    ranking = [row_of(*row) for row in order]
-    for edit in edits:
-        with contextlib.suppress(OSError):  # a file may be gone
-            if edit.tree == REPO and hashes(REPO, edit.files) != edit.files:
-                say(f"the verdict is about {edit.about}: it has changed since")
-        keep(args, head, edit, results[edit.name], comparisons, ranking, where)
-        say(f"records: {edit.out}/")
-        for of_size in results[edit.name].values():
-            for line in of_size["notes"]:
-                say(f"{edit.name}: {line}" if len(edits) > 1 else line)
-    if len(edits) > 1:
-        say(table([list(ranking[0]), *[[*row.values()] for row in ranking]]))
-        say(f"a false verdict about any of the {len(edits)} has probability {args.alpha:g} (Bonferroni: "
-            f"{args.error:.2g} each); all edits that were tried: {folder}/edits.html")
-    best = order[0][0]
-    for edit, size, of_size in order:
-        if edit == best:
-            of = f"{edit}: " if len(edits) > 1 else ""
-            of += f"{size}: " if len(args.sizes) > 1 else ""
-            print(printable(f"edit: {of}{of_size['sentence']}"), flush=True)
-    return CODES[verdict_of(results[best])]
-
-
-def keep(args, head, edit, sizes, comparisons, ranking, where):
-    """Write the record and the pages of an edit, {size: numbers}."""
-    folder = edit.out.parent
-    numbers = {"name": edit.name, "about": edit.about, "verdict": verdict_of(sizes), "sizes": sizes,
-               "alpha": args.alpha, "error": args.error, "against": head.name, "changed": edit.changed,
-               "code": {"head": head.root.name, "edit": edit.root.name},
-               "edits_tried": edits_tried(folder, comparisons[0].key[head.name]), "date": time.strftime("%Y-%m-%d"),
-               "machine": f"{cpu_model()}, {where}", "command": sys.argv[1:]}
-    numbers = json.loads(json.dumps(numbers), parse_constant=lambda name: None)  # infinite: null
-    write_json(edit.out / "edit.json", numbers)
-    with contextlib.suppress(ConfigError):  # a package of the reports is missing; edit.json has the numbers
-        records.check_packages()
-        write_page(edit.out, numbers, comparisons, ranking)
-        write_overview(folder)
-
-
-def compare_sizes(args, config, settings, versions, folder, say):
-    """(comparisons, {edit: {size: its numbers}}, where the runs were, in words), until all sizes are done or the user
-    stops."""
-    if args.gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = args.gpus
-    jobs, gpus, where = runner.placement(args)
-    if not args.cluster:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, runner.cores() // jobs)))
-    minutes = args.minutes / len(args.sizes)
-    comparisons = []
-    results = {version.name: {} for version in versions[1:]}
-    with runner.driver(args, folder, jobs, gpus=gpus) as engine:
-        for size, argv in args.sizes.items():
-            if args.stopped:
-                break
-            c = Comparison(versions, [config, *argv, *settings], args.steps, folder)
-            comparisons.append(c)
-            for edit in c.edits:
-                for line in c.notes(edit):
-                    say(f"{edit}: {line}" if len(c.edits) > 1 else line)
-            expected = "" if gpus else f": {expectation(c, args, minutes, jobs or 1)}"
-            say(f"{size}, {number(c.probes[c.head]['parameters'])} parameters, on {where}{expected}")
-            together = hashlib.sha256(repr(sorted(c.key[edit] for edit in c.edits)).encode()).hexdigest()[:8]
-            of_size = compare_versions(c, args, minutes, engine, say, folder / f"looks-{together}.json")
-            for edit, numbers in of_size.items():
-                results[edit][size] = numbers
-    return comparisons, results, where
-
-
-def expectation(c, args, minutes, jobs):
-    """How many pairs there is time for, and what they usually tell, in words."""
-    seconds = sum(4 + p["s/token"] * (args.steps * p["batch_tokens"] + 2e5) for p in c.probes.values())
-    n = args.pairs or max(2, int(60 * minutes * jobs / seconds))  # 4 s to start; 2e5: the evaluation
-    words = f"about {n} pairs"
-    if args.steps == 512 and abs(c.probes[c.head]["parameters"] / 460e3 - 1) < 0.1:
-        bound = list(compare.bounds(np.arange(1, n + 1) / n, args.error))[-1]
-        shown = bound * USUAL_SD / n**0.5 / USUAL_SLOPE
-        words += f", which tell tokens to +-{shown:.1%}" if shown < 1 else ", too few"
-    return words
-
-
-def edits_tried(folder, key):
-    """How many edits have a finished run against the version with this key."""
-    tried = set()
-    for name, at in runner.read_plan(folder)["cells"].items():
-        if at["against"] == key != at["version"] and is_finished(folder / name):
-            tried.add(at["version"])
-    return max(1, len(tried))
+    name = os.path.relpath(REPO / given[0], REPO)
+    if name.startswith(".."):
+        raise ConfigError(f"{given[0]} is not in {REPO}, so all versions would have the same: copy it there")
+    return name
 
 
 class Edit(Experiment):
@@ -818,12 +700,109 @@ class Edit(Experiment):
     see = "--steps, --data and --out"
 
     def run(self):
+        """Compare the versions; returns the exit code. Raises ConfigError."""
+        args = self.args
+        args.out = args.out.resolve()
+        os.environ.setdefault("LONGHORN_BUILD_DIR", str(REPO / "build"))  # libraries are named by their content
+        sizes = self.sizes()
+        args.error = args.alpha / max(1, len(args.edits))  # Bonferroni, of the sequential test of each
+        code = args.out / "code"
+        with lock_folder(code, wait=600):
+            self.head, *self.edits = versions_of(args, code, next(iter(sizes.values())))
+        args.folder = args.out / self.head.root.name
+        for edit in self.edits:
+            edit.out = args.folder / f"edit-{edit.root.name}"
+            edit.changed, diff = changes(self.head, edit)
+            edit.out.mkdir(parents=True, exist_ok=True)
+            edit.about += f" against {self.head.about}"
+            write_text(edit.out / "edit.diff", "\n".join([edit.about, *diff]))
+            self.say(f"{edit.about}: {summary(edit.changed, diff)}")
+        self.compare(sizes)
+        return self.conclude()
+
+    def sizes(self):
+        """{size: arguments of train.py}; the config is no longer among the edits then. Raises ConfigError."""
+        args = self.args
+        config = config_of(args.edits)
+        args.edits = [word for word in args.edits if not word.endswith(".py")]
+        settings = [*sweep.PRESETS["duel"].args, "--log_interval=8", "--eval_tokens=655360",
+                    "--final_eval_tokens=655360", *args.others]  # 655,360: all of pystdlib
+        if args.data:
+            settings.append(f"--dataset={data_path(args.data)}")
         sizes = {}
-        for text in self.args.sizes:
+        for text in args.sizes:
             for label, argv in sweep.sizes_of(text, SIZES, self.check_set).items():
-                sizes[label] = argv or SIZES[label]
-        self.args.sizes = sizes
-        return run(self.args)
+                sizes[label] = [config, *(argv or SIZES[label]), *settings]
+        return sizes
+
+    def say(self, line, edit=""):
+        """Print a line, unless --quiet; one about an edit with its name, if there are several."""
+        if not self.args.quiet:
+            print(printable(self.named(edit) + line), flush=True)
+
+    def named(self, edit):
+        return f"{edit}: " if edit and len(self.edits) > 1 else ""
+
+    def compare(self, sizes):
+        """Run all sizes, or until the user stops: results {edit: {size: its numbers}}."""
+        args = self.args
+        jobs, gpus, self.where = runner.placement(args)
+        if not args.cluster:
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, runner.cores() // jobs)))
+        self.comparisons = []
+        self.results = {edit.name: {} for edit in self.edits}
+        with runner.driver(args, args.folder, jobs, gpus=gpus) as engine:
+            for size, argv in sizes.items():
+                c = Comparison([self.head, *self.edits], argv, args, self.say)
+                self.comparisons.append(c)
+                for edit in c.edits:
+                    for line in c.notes(edit):
+                        self.say(line, edit.name)
+                self.say(f"{size}, {number(c.head.probe['parameters'])} parameters, on {self.where}")
+                for edit, numbers in compare_versions(c, args.minutes / len(sizes), engine).items():
+                    self.results[edit][size] = numbers
+                if c.stopped:
+                    break
+
+    def conclude(self):
+        """Write the records and pages, and print the sentences; returns the exit code."""
+        args = self.args
+        order = ranked(self.results)
+        for edit in self.edits:
+            if edit.tree == REPO and not holds(REPO, edit.files):
+                self.say(f"the verdict is about {edit.about}: it has changed since")
+            self.keep(edit)
+            self.say(f"records: {edit.out}/")
+            for of_size in self.results[edit.name].values():
+                for line in of_size["notes"]:
+                    self.say(line, edit.name)
+        if len(self.edits) > 1:
+            rows = [row_of(*row) for row in order]
+            self.say(table([list(rows[0]), *[[*row.values()] for row in rows]]))
+            self.say(f"a false verdict about any of the {len(self.edits)} has probability {args.alpha:g} (Bonferroni: "
+                     f"{args.error:.2g} each); all edits that were tried: {args.folder}/edits.html")
+        best = order[0][0]
+        for size, of_size in self.results[best].items():
+            of = f"{size}: " if len(self.results[best]) > 1 else ""
+            print(printable(f"edit: {self.named(best)}{of}{of_size['sentence']}"), flush=True)
+        return CODES[verdict_of(self.results[best])]
+
+    def keep(self, edit):
+        """Write the record and the pages of an edit."""
+        sizes = self.results[edit.name]
+        before = {path.parent for path in edit.out.parent.glob("edit-*/edit.json")}
+        numbers = {"name": edit.name, "about": edit.about, "verdict": verdict_of(sizes), "sizes": sizes,
+                   "alpha": self.args.alpha, "error": self.args.error, "against": self.head.name,
+                   "changed": edit.changed, "code": {"head": self.head.root.name, "edit": edit.root.name},
+                   "edits_tried": len(before.union(edit.out for edit in self.edits)),
+                   "date": time.strftime("%Y-%m-%d"), "machine": f"{cpu_model()}, {self.where}",
+                   "command": sys.argv[1:]}
+        numbers = json.loads(json.dumps(numbers), parse_constant=lambda name: None)  # infinite: null
+        write_json(edit.out / "edit.json", numbers)
+        with contextlib.suppress(ConfigError):  # a package of the reports is missing; edit.json has the numbers
+            records.check_packages()
+            write_page(edit.out, numbers, self.comparisons)
+            write_overview(self.args.folder)
 
 
 main = Edit.main

@@ -1,22 +1,20 @@
 """What a version of the code trains and loads: run by edit.py at the top of a tree, prints one line of JSON.
 
-    python experiments/edit_probe.py REPEAT CONFIG [--key=value ...] DATA
+    python experiments/edit_probe.py CONFIG [--key=value ...] DATA
 """
 
 import hashlib
 import json
 import os
 import sys
-import timeit
 from modulefinder import ModuleFinder
 from pathlib import Path
 
 TREE = os.getcwd()
-sys.path[0] = TREE  # the tree's modules, not those beside this file
 opened = set()
-sys.addaudithook(lambda event, args: opened.add(args[0]) if event == "open" and isinstance(args[0], str) else None)
-
-import torch  # noqa: E402
+if __name__ == "__main__":
+    sys.path[0] = TREE  # the tree's modules, not those beside this file
+    sys.addaudithook(lambda event, args: opened.add(args[0]) if event == "open" and isinstance(args[0], str) else None)
 
 import configurator  # noqa: E402
 import train  # noqa: E402
@@ -24,7 +22,7 @@ from inspection import counting  # noqa: E402
 from runtime import records  # noqa: E402
 
 
-def main(repeat, argv, data):
+def main(argv, data):
     plain, config = (configurator.load(train.TrainConfig, arguments) for arguments in (argv[:1], argv))
     meta = Path(data, config.dataset.split(":")[0], "meta.json")  # of a mixture's first part
     vocab = json.loads(meta.read_text())["vocab_size"] if meta.exists() else 256
@@ -36,17 +34,17 @@ def main(repeat, argv, data):
     model = train.build_model(config, "cpu")
     draws = {}
     for name, p in model.named_parameters():
-        draws[name] = [p.numel(), hashlib.sha256(p.detach().float().numpy().tobytes()).hexdigest()]
-    idx = torch.randint(config.vocab_size, (config.micro_batch_size, config.block_size))
-    times = [0]
-    if not torch.cuda.is_available():
-        times = timeit.repeat(lambda: model(idx, idx)[1].backward(), repeat=repeat, number=1)
+        draws[name] = [p.numel(), digest(p.detach().float().numpy().tobytes())]
     print(json.dumps({
         "learning_rate": float(f"{config.learning_rate * width:.3g}"), "dataset": config.dataset,
         "batch_tokens": config.batch_tokens, "eval_block_size": config.eval_block_size or config.block_size,
-        "s/token": min(times) / idx.numel(), "state": counting.state_size(model),
-        "parameters": counting.parameter_count(model)["total"],
-        "FLOPs per token": counting.flops_per_token(model)["total"], "draws": draws, "files": files()}))
+        "state": counting.state_size(model), "parameters": counting.parameter_count(model)["total"],
+        "FLOPs per token": counting.flops_per_token(model)["total"], "draws": draws,
+        "files": {name: digest(Path(TREE, name).read_bytes()) for name in files()}}))
+
+
+def digest(content):
+    return hashlib.sha256(content).hexdigest()
 
 
 def files():
@@ -59,7 +57,7 @@ def files():
         if name.endswith(".py"):
             late.load_file(name)
     native = [*records.NATIVE_SOURCES, *Path("kernels").glob("*.h")]
-    return sorted(names | inside(module.__file__ for module in late.modules.values()) | inside(native))
+    return names | inside(module.__file__ for module in late.modules.values()) | inside(native)
 
 
 def inside(paths):
@@ -75,4 +73,4 @@ def inside(paths):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:-1], sys.argv[-1])
+    main(sys.argv[1:-1], sys.argv[-1])

@@ -8,7 +8,6 @@ noise of their trunk.
 """
 
 import functools
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +20,12 @@ sys.path.insert(0, str(REPO))
 import configurator  # noqa: E402
 from common.errors import main_error  # noqa: E402
 from experiments.compare import bounds, decide  # noqa: E402
-from experiments.edit import CURVE_PAIRS, FEWEST, USUAL_SD  # noqa: E402
+from experiments.edit import CURVE_PAIRS, FEWEST  # noqa: E402
 from runtime.records import write_json  # noqa: E402
 
 PAIRS = 60
+ALPHA = 0.05
+USUAL_SD = 0.009  # nats, of pairs of 512 steps at 460K
 B, K = 0.75, 0.36  # HEAD's loss is E + B (D / whole)^-K nats: Longhorn 460K, 512 steps of 1,024 bytes
 PAIRS_IN_15_MINUTES = 36  # of 512 steps at 460K, on two cores at 25 s per pair
 NOISE = {  # noise of a pair's difference, of mean 0; it is scaled to the SD of the cell
@@ -43,8 +44,8 @@ NOISE = {  # noise of a pair's difference, of mean 0; it is scaled to the SD of 
 
 
 @functools.cache
-def planned(pairs, alpha):
-    return list(bounds(np.arange(1, pairs + 1) / pairs, alpha))
+def planned(pairs):
+    return list(bounds(np.arange(1, pairs + 1) / pairs, ALPHA))
 
 
 def law(times):
@@ -52,11 +53,11 @@ def law(times):
     return B * (times**-K - 1)
 
 
-def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, rng=0, **limits):
+def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, rng=0):
     """Simulated edits that need `times` HEAD's tokens. Returns {"better", "worse", "same", "undecided": shares,
     "covers": share of final intervals that hold the truth, "pairs": mean number, "half_width": median, of log m}.
 
-    sd: of a pair's difference; pairs: planned; limits: margin and alpha of `decide`.
+    sd: of a pair's difference; pairs: planned.
     """
     rng, shape = np.random.default_rng(rng), (simulations, pairs)
     noises = [NOISE[noise](rng, shape) for _ in range(2)]  # of the difference and the sum of a pair
@@ -68,13 +69,13 @@ def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, rng=0, *
     curves = law(np.array([1 / 4, 1 / 2])) + apart - head[:, :CURVE_PAIRS, None] / 2
     open_, ends = np.arange(simulations), np.zeros((simulations, 3))
     verdicts = np.full(simulations, "undecided", object)
-    bound = planned(pairs, limits.get("alpha", 0.05))
+    bound = planned(pairs)
     for n in range(2, pairs + 1):
         seen = differences[open_, :n], curves[open_, :min(n, CURVE_PAIRS)], bound[n - 1]
-        verdict, _, low, high, *_ = decide(*seen, **limits, resample=False)
+        verdict, _, low, high, *_ = decide(*seen, resample=False)
         told = np.flatnonzero(verdict != "undecided")
         for part in np.array_split(told, len(told) // 1000 + 1):  # 4,000 resampled pairs of each: it takes memory
-            verdict[part], _, low[part], high[part], *_ = decide(seen[0][part], seen[1][part], seen[2], **limits)
+            verdict[part], _, low[part], high[part], *_ = decide(seen[0][part], seen[1][part], seen[2])
         ends[open_] = np.stack([low, high, np.full(len(open_), n)], -1)
         verdicts[open_] = verdict
         open_ = open_[(verdict == "undecided") | (n < FEWEST)]
@@ -87,7 +88,7 @@ def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, rng=0, *
                      "half_width": float(np.median(high - low) / 2)}
 
 
-def record(simulations=20000):
+def record():
     """Every cell: [{"sd", "times", "noise", "pairs_at_most", ...}]: edits that do nothing, of all noises; whether the
     interval holds the truth; what can be found. With --pairs a verdict counts at any pair too, although edit.py goes
     on: one may read the line and stop it."""
@@ -97,7 +98,7 @@ def record(simulations=20000):
               for times, most in ((1.05, PAIRS_IN_15_MINUTES), (1.02, 2 * PAIRS_IN_15_MINUTES),
                                   (1.0, PAIRS_IN_15_MINUTES))]
     return [{"sd": sd, "times": times, "noise": noise, "pairs_at_most": pairs,
-             **simulate(sd, times, noise, simulations, pairs, i)} for i, (sd, times, noise, pairs) in enumerate(cells)]
+             **simulate(sd, times, noise, pairs=pairs, rng=i)} for i, (sd, times, noise, pairs) in enumerate(cells)]
 
 
 @dataclass
@@ -107,10 +108,7 @@ class Options:
 
 def main(argv):
     args = configurator.read(Options, argv, __doc__)
-    cells = record()
-    write_json(args.record, {"simulations": 20000, "cells": cells})
-    for cell in cells:
-        print(json.dumps(cell))
+    write_json(args.record, {"simulations": 20000, "cells": record()})
 
 
 if __name__ == "__main__":
