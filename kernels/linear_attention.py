@@ -291,7 +291,7 @@ def wkv4(k, v, decay, bonus, state=None, backend=None):
         if len(state) != 3:
             raise ValueError(f"wkv4: state must be (num, den, max), got {len(state)} entries")
         wanted |= {f"state's {name}": (a, (B, D)) for name, a in zip(("num", "den", "max"), state, strict=True)}
-    _fits("wkv4", "k", k, wanted)
+    ops.check_shapes("wkv4", f"k {tuple(k.shape)}", k.device, wanted)
     return _run("wkv4", backend, wkv4_ref, _wkv4, (k, v), (decay, bonus), state)
 
 
@@ -323,19 +323,12 @@ def _sizes(op, a, name, letters, dims):
     return tuple(a.shape)
 
 
-def _fits(op, name, first, wanted):
-    for other, (a, _) in wanted.items():
-        if a is not None:
-            ops.check_tensor(op, other, a)
-    ops.check_shapes(op, f"{name} {tuple(first.shape)}", first.device, wanted, optional=("state", "bonus"))
-
-
 def _check(op, q, k, v, state, may_share=False, **wanted):
     B, T, G, K = _sizes(op, q, "q", "(B, T, H, K)", 4)
     H, V = _sizes(op, v, "v", "(B, T, H, V)", 4)[2:]
     H = H if may_share and G == 1 else G
     wanted |= {"k": (k, (B, T, G, K)), "v": (v, (B, T, H, V)), "state": (state, (B, H, K, V))}
-    _fits(op, "q", q, wanted)
+    ops.check_shapes(op, f"q {tuple(q.shape)}", q.device, wanted, optional=("state", "bonus"))
 
 
 # -------------------------------------------------------------------------------------------- chunks, in plain PyTorch

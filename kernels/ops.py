@@ -44,14 +44,15 @@ def check_tensor(op, name, a, floats=True):
 
 
 def check_shapes(op, beside, device, wanted, optional=()):
-    """Raises ValueError for a tensor of the wrong shape or device. wanted: {name: (tensor, shape)}; tensors named in
-    `optional` may be None. beside: the shapes that determine `wanted`, for the message."""
+    """Raises ValueError for what is no floating-point tensor, or one of the wrong shape or device. wanted: {name:
+    (tensor, shape)}; tensors named in `optional` may be None. beside: the shapes that determine `wanted`, for the
+    message."""
     for name, (a, shape) in wanted.items():
         if a is None and name in optional:
             continue
-        if a is None or tuple(a.shape) != shape:
-            got = None if a is None else tuple(a.shape)
-            raise ValueError(f"{op}: {name} must be {shape} for {beside}, got {got}")
+        check_tensor(op, name, a)
+        if tuple(a.shape) != shape:
+            raise ValueError(f"{op}: {name} must be {shape} for {beside}, got {tuple(a.shape)}")
         if a.device != device:
             raise ValueError(f"{op}: {name} is on {a.device}, {beside.split()[0]} on {device}: move them to one device")
 
@@ -253,9 +254,8 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, reverse=False, ba
 
 
 def _check_conv(x, weight, bias, state):
-    for name, a in (("x", x), ("weight", weight), ("bias", bias), ("state", state)):
-        if a is not None or name in ("x", "weight"):
-            check_tensor("causal_conv1d", name, a)
+    check_tensor("causal_conv1d", "x", x)
+    check_tensor("causal_conv1d", "weight", weight)
     if x.dim() != 3 or weight.dim() != 2 or weight.shape[1] < 1:
         raise ValueError("causal_conv1d: x must be (B, T, D) and weight (D, W) with W at least 1, got x "
                          f"{tuple(x.shape)}, weight {tuple(weight.shape)}")
@@ -348,7 +348,6 @@ def rms_norm(x, weight, eps=1e-5, backend=None):
     linear map that follows would cast it anyway.
     """
     check_tensor("rms_norm", "x", x)
-    check_tensor("rms_norm", "weight", weight)
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"rms_norm: x must be (..., D) with D at least 1, got {tuple(x.shape)}")
     check_shapes("rms_norm", f"x {tuple(x.shape)}", x.device, {"weight": (weight, tuple(x.shape[-1:]))})

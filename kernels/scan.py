@@ -213,24 +213,21 @@ def _check(*args, cu_seqlens, mamba=False):
 def _check_all(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, mamba):
     names = ("u", "delta", "B", "C", "delta_bias") if mamba else ("x", "dt", "k", "q", "dt_bias")
     nx, ndt, nk, nq, nbias = names
-    given = {nx: x, ndt: dt, nk: k, nq: q, "A": A, "D": D, "z": z, nbias: dt_bias, "h0": h0, "cu_seqlens": cu_seqlens}
-    for name, a in given.items():  # check this first: even reading the shape of a non-strided tensor may fail
-        if a is not None:
-            ops.check_tensor("scan", name, a, floats=name != "cu_seqlens")
-    shape = lambda a: None if a is None else tuple(a.shape)
-    if x is None or k is None or x.dim() != 3 or k.dim() != 3 or min(*x.shape, *k.shape) < 1:
-        raise ValueError(f"scan: {nx} must be (B, T, D) and {nk} (B, T, N), every size at least 1, got {nx} "
-                         f"{shape(x)}, {nk} {shape(k)}")
+    ops.check_tensor("scan", nx, x)  # first: even reading the shape of a non-strided tensor may fail
+    ops.check_tensor("scan", nk, k)
+    beside = f"{nx} {tuple(x.shape)} and {nk} {tuple(k.shape)}"
+    if x.dim() != 3 or k.dim() != 3 or min(*x.shape, *k.shape) < 1:
+        raise ValueError(f"scan: {nx} must be (B, T, D) and {nk} (B, T, N), every size at least 1, got {beside}")
     (B, T, d), N = x.shape, k.shape[2]
     rows = B if cu_seqlens is None else _check_cu_seqlens(cu_seqlens, B, T, x.device)
     wanted = {ndt: (dt, (B, T, d)), nk: (k, (B, T, N)), nq: (q, (B, T, N)), "D": (D, (d,)), "z": (z, (B, T, d)),
               nbias: (dt_bias, (d,)), "h0": (h0, (rows, d, N)), **({"A": (A, (d, N))} if mamba else {})}
-    beside = f"{nx} {shape(x)} and {nk} {shape(k)}"
     ops.check_shapes("scan", beside, x.device, wanted, optional=("D", "z", nbias, "h0"))
 
 
 def _check_cu_seqlens(cu, B, T, device):
     """The number of packed sequences. On a GPU the values are checked there, without waiting for the result."""
+    ops.check_tensor("scan", "cu_seqlens", cu, floats=False)
     if cu.dim() != 1 or len(cu) < 2 or cu.dtype not in (torch.int32, torch.int64) or B != 1:
         raise ValueError("scan: cu_seqlens must be (S + 1,) int32 or int64 with S at least 1, and B must be 1, got "
                          f"{tuple(cu.shape)} {cu.dtype} and B = {B}: flatten (B, T, D) to (1, B T, D)")
