@@ -341,9 +341,8 @@ def prepare(monkeypatch):
 
 
 def test_what_is_prepared_for_a_gpu(prepare):
-    assert prepare(64, 1024, 1536) == (12, 1, 1, 1024)  # 128 channels per block
     assert prepare(2, 32768, 1536) == (12, 16, 16, 2048)  # 3 * 132 // 24 segments of whole chunks
-    assert prepare(8, 4096, 1536)[1] == 1 and prepare(8, 4096, 1536, backward=True)[1] == 4
+    assert prepare(8, 4096, 1536)[1] == 1  # in the backward 4
     for whole in (dict(gated=False), dict(rows=2), dict(update="exact")):
         assert prepare(2, 32768, 1536, **whole)[1:3] == (1, 1)
     assert prepare(2, 32768 - 1, 1536)[1] == prepare(2, 32768, 1536 - 8)[1] == 1
@@ -401,22 +400,15 @@ def test_without_any_cuda_compiler_it_is_said(monkeypatch, tmp_path):
 H200, A100, RTX = (132, 228 << 10), (108, 164 << 10), (128, 100 << 10)  # multiprocessors, shared memory of each
 
 
-def choice(gpu, update, dtype, B, T, D, N):
-    """(layout, segments of T) on a GPU, for a gated scan of whole chunks."""
-    shape = launch.cuda_shape(update, B, T, D, N, *gpu)
-    blocks = B * -(-D * shape[1] // 256)
-    return shape, launch.cuda_segments(update, dtype, shape, blocks, T, *gpu)
-
-
-@pytest.mark.parametrize("B,T,shape,segments", [
-    (64, 1024, PAIRS, 1),  # the paper's
-    (16, 4096, PAIRS, 1),  # 192 blocks for 132 multiprocessors
-    (8, 4096, PAIRS, 4),  # 96 blocks: 2.9 per multiprocessor, where three fit
-    (1, 65536, PAIRS, 33),  # one long sequence: 12 blocks
-    (1, 1024, (4, 4), 8), (1, 200, (4, 4), 1),  # short: over lanes
-    (16, 200, (4, 4), 1), (22, 200, PAIRS, 1)])  # 1.5 and 2 blocks per multiprocessor
-def test_the_layout_on_an_h200(B, T, shape, segments):
-    assert choice(H200, "longhorn", BF16, B, T, 1536, 16) == (shape, segments)
+@pytest.mark.parametrize("B,T,splits,segments", [  # with 8 states per lane 12 blocks share a row, with 4 it is 24
+    (64, 1024, 12, 1),  # the paper's
+    (16, 4096, 12, 1),  # 192 blocks for 132 multiprocessors
+    (8, 4096, 12, 4),  # 96 blocks: 2.9 per multiprocessor, where three fit
+    (1, 65536, 12, 33),  # one long sequence: 12 blocks
+    (1, 1024, 24, 8), (1, 200, 24, 1),  # short: over lanes
+    (16, 200, 24, 1), (22, 200, 12, 1)])  # 1.5 and 2 blocks per multiprocessor
+def test_the_layout_on_an_h200(prepare, B, T, splits, segments):
+    assert prepare(B, T, 1536, backward=True)[:2] == (splits, segments)
 
 
 @pytest.mark.parametrize("gpu,update,N,most", [(RTX, "longhorn", 256, 128), (RTX, "exact", 129, 128),
@@ -440,9 +432,9 @@ def test_once_split_T_fills_the_gpu(update):
             assert least * gpu[0] - blocks < blocks * segments <= least * gpu[0]
 
 
-def test_the_choice_to_split_can_be_tuned(monkeypatch):
+def test_the_choice_to_split_can_be_tuned(prepare, monkeypatch):
     monkeypatch.setenv("LONGHORN_CUDA_DEFINES", "SPLIT_BELOW=2 FILL=4 STAGES=4")
-    assert choice(H200, "longhorn", BF16, 16, 4096, 1536, 16)[1] == 2  # 1 without
+    assert prepare(16, 4096, 1536)[1] == 2  # 1 without
     assert cuda.defines("longhorn", BF16, *PAIRS)[-1] == "-DSTAGES=4"  # the compiler gets its own only
 
 
