@@ -68,24 +68,19 @@ def adopt(folder, vocab_size=None, dtype=None, tokenizer=None, bytes_per_token=N
 
 def vocabulary(folder, tokenizer, vocab_size):
     """What meta.json says of the tokenizer: {"tokenizer", "table", "vocab_size", "end_of_text"}. Raises DataError."""
+    if tokenizer is None and vocab_size:
+        return {"tokenizer": None}
     if tokenizer is None or canonical(tokenizer) == "char":
-        table = characters_of(folder / "meta.pkl", vocab_size)
-        if not (table or vocab_size):
+        table = characters_of(folder / "meta.pkl")
+        if not table:
             raise DataError(f"{folder} does not say whose tokens these are: give --tokenizer=gpt2 if they are GPT-2's, "
                             "or another, or --vocab_size alone, which is enough to train")
-        return {"tokenizer": table and "char", "table": table, "vocab_size": table and len(table)}
+        return {"tokenizer": "char", "table": table, "vocab_size": len(table)}
     name = canonical(tokenizer)
     if name in KNOWN:
         size, end = KNOWN[name]
         return {"tokenizer": name, "table": None, "vocab_size": size, "end_of_text": end}
-    if not name.startswith(("hf:", "tiktoken:")):
-        raise DataError(f"--tokenizer {name} is unknown: choose bytes, tiktoken:NAME or hf:NAME")
-    try:
-        text = Text(tokenizer)
-    except DataError:
-        if name.startswith("hf:") or not vocab_size:
-            raise
-        return {"tokenizer": name, "table": None}  # tiktoken's files are needed to sample only
+    text = Text(tokenizer)
     about = {"tokenizer": name, "table": text.table, "vocab_size": text.n_vocab}
     with contextlib.suppress(DataError):
         about["end_of_text"] = text.eot_token
@@ -99,9 +94,8 @@ class Plain(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which could run code")
 
 
-def characters_of(path, vocab_size):
-    """The characters of nanoGPT's meta.pkl in the order of their tokens; None without one. Raises DataError if it is
-    not that, unless vocab_size is given."""
+def characters_of(path):
+    """The characters of nanoGPT's meta.pkl in the order of their tokens; None without one. Raises DataError."""
     if not path.exists():
         return None
     try:
@@ -112,10 +106,8 @@ def characters_of(path, vocab_size):
             raise ValueError("stoi does not number characters from 0")
         return table
     except Exception as error:  # a damaged pickle raises anything
-        if not vocab_size:
-            raise DataError(f"{path} has no vocabulary of characters ({error}): give --tokenizer or --vocab_size"
-                            ) from None
-        return None
+        raise DataError(f"{path} has no vocabulary of characters ({error}): give --tokenizer or --vocab_size"
+                        ) from None
 
 
 def copy_npy(folder, split, vocab_size):

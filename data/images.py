@@ -319,18 +319,12 @@ class Augment:
         if not (config.mixup or config.cutmix):
             return x, y
         draw = torch.rand(()).item()
-        if draw < config.mixup:  # kornia returns two labels and a share: here of the second, in cutmix of the first
-            x, mixed = self.mixup(x, y)
-            first, second, share = self.labels(mixed)
-            return x, torch.lerp(first, second, share)
-        if draw < config.mixup + config.cutmix:
-            x, mixed = self.cutmix(x, y)
-            first, second, share = self.labels(mixed)
-            return x, torch.lerp(second, first, share)
-        return x, y
-
-    def labels(self, mixed):
-        """Two labels as (n, classes) probabilities, and a share (n, 1)."""
-        first, second, share = mixed.reshape(-1, 3, 1).unbind(1)  # (n, 1) each
+        if draw >= config.mixup + config.cutmix:
+            return x, y
+        mix = self.mixup if draw < config.mixup else self.cutmix
+        x, mixed = mix(x, y)
+        first, second, share = mixed.reshape(-1, 3, 1).unbind(1)  # two labels and a share, (n, 1) each
+        if mix is self.cutmix:  # its share is that of the first
+            first, second = second, first
         one_hot = lambda labels: F.one_hot(labels[:, 0].long(), self.classes).float()
-        return one_hot(first), one_hot(second), share
+        return x, torch.lerp(one_hot(first), one_hot(second), share)

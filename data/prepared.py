@@ -19,7 +19,7 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root
 import configurator  # noqa: E402
-from common.errors import ConfigError, main_error, regular  # noqa: E402
+from common.errors import ConfigError, main_error  # noqa: E402
 from data.shards import Shards, shards_sha256  # noqa: E402
 from runtime.records import BadRecord, fields, read_json  # noqa: E402
 
@@ -186,21 +186,18 @@ def _read_meta(folder):
     if not path.exists():
         raise DataError(f"{folder} is not prepared (no meta.json): prepare it first ({how})")
     try:
-        meta = json.loads(regular(path).read_bytes())
-        crc32, recorded = meta_crc32(meta), meta.get("crc32")
-    except (ValueError, AttributeError, RecursionError):
-        raise DataError(f"{path} is damaged: prepare again ({how})") from None
-    if recorded != crc32:
-        raise DataError(f"{path} is damaged or edited (its checksum is {crc32}, recorded as {recorded}): prepare again "
-                        f"({how}), or write this crc32 into it if all of it is right")
-    return {"tokenizer": None, **meta}
+        return {"tokenizer": None, **read_sealed(path)}
+    except BadRecord as error:
+        raise DataError(f"{folder}: {error}: prepare again ({how}), or write this crc32 into it if all of it is right"
+                        ) from None
 
 
 def read_sealed(path):
     """The dict in a JSON file that data/writer.py sealed with its CRC-32. Raises BadRecord."""
     record = read_json(path)
-    if record.get("crc32") != meta_crc32(record):
-        raise BadRecord(f"{path} is damaged or edited (its checksum differs)")
+    crc32, known = meta_crc32(record), record.get("crc32")
+    if known != crc32:
+        raise BadRecord(f"{path.name} is damaged or edited (its checksum is {crc32}, recorded as {known})")
     return record
 
 

@@ -17,7 +17,6 @@ import tempfile
 import unicodedata
 from pathlib import Path
 
-from common.errors import ConfigError
 from data.prepared import DataError
 
 # tiktoken caches a file under the sha1 of its URL, and checks its sha256.
@@ -162,7 +161,7 @@ def canonical(tokenizer):
 
 
 class Text:
-    """A tokenizer: encodes text and decodes one token at a time. Raises ConfigError, or DataError.
+    """A tokenizer: encodes text and decodes one token at a time. Raises DataError.
 
     Args:
         tokenizer: bytes, char, gpt2, tiktoken:NAME, bpe:N (from `learn_bpe`), or hf:NAME with a name on the hub or a
@@ -197,8 +196,8 @@ class Text:
                 raise DataError(f"the tokenizer {tokenizer} has no characters: its text, or its table, is empty")
             self.ids = {c: i for i, c in enumerate(table)}
         elif self.kind != "bytes":
-            raise ConfigError(f"the tokenizer {tokenizer!r} is unknown: choose bytes, gpt2, char, tiktoken:NAME or "
-                              "hf:NAME")
+            raise DataError(f"the tokenizer {tokenizer!r} is unknown: choose bytes, gpt2, char, tiktoken:NAME or "
+                            "hf:NAME")
         if end_of_text and self.kind != "hf":
             raise DataError(f"--end_of_text={end_of_text}: only for hf: tokenizers, {self.name} has its own")
         self.begin()
@@ -267,7 +266,7 @@ class Text:
         try:
             return [self.ids[c] for c in text]
         except KeyError as error:
-            raise ConfigError(f"the character {error} is not in the training text's vocabulary") from None
+            raise DataError(f"the character {error} is not in the training text's vocabulary") from None
 
     def encode_after(self, before, text):
         """Token ids (list) of a piece of a document that follows the character `before` ("": it begins there)."""

@@ -480,7 +480,7 @@ def test_adopt_nanogpts_characters(tmp_path):
     ([20240520, 1, 3], np.int32, {"tokenizer": "gpt2"}, "header of llm.c"),
     ([0x4e93, 0x4d55, 0x5950], np.uint16, {"tokenizer": "gpt2"}, "rename it to train.npy"),
     ([3, 64] * 99, np.uint32, {"vocab_size": 65}, "every second uint16 is 0, as in a file of uint32"),
-    ([5], np.uint16, {"vocab_size": 9, "tokenizer": "klingon"}, "--tokenizer klingon is unknown"),
+    ([5], np.uint16, {"vocab_size": 9, "tokenizer": "klingon"}, "tokenizer 'klingon' is unknown"),
     (None, np.uint16, {"vocab_size": 9}, "train.bin is missing")])
 def test_what_is_not_adopted(tmp_path, train, dtype, how, words):
     folder = nanogpt(tmp_path / "set", train or [], dtype)

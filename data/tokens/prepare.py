@@ -118,13 +118,14 @@ def characters_to_train_on(chars, fraction):
     return chars - held_out
 
 
+@dataclass
 class Splitting:
     """Which split text goes to: the source's, or by the hash of the document's place; with `cut`, of few documents,
     the first so many characters are to be trained on, up to the end of a line or word, and the rest is held out."""
 
-    def __init__(self, fraction, cut=None):
-        self.fraction, self.cut = fraction, cut
-        self.seen = 0
+    fraction: float
+    cut: int = None
+    seen: int = 0  # characters so far
 
     def parts(self, official, place, text):
         """[(split, text), ...] of the next text."""
@@ -367,17 +368,15 @@ def characters(units, reading):
 
 def contents(units):
     """[[(name, sha256 of the content), ...], ...] of units of local files; says which are the same. Raises OSError."""
+    paths = list(itertools.chain(*units))
     with ThreadPoolExecutor() as pool:
-        hashes = pool.map(file_sha256, itertools.chain(*units))
-        named = [[(path.name, next(hashes)) for path in unit] for unit in units]
-    first, again = {}, []
-    for path, (_, sha256) in zip(itertools.chain(*units), itertools.chain(*named), strict=True):
-        if first.setdefault(sha256, path) != path:
-            again.append(f"{path} that of {first[sha256]}")
+        sha256 = dict(zip(paths, pool.map(file_sha256, paths), strict=True))
+    first = {}
+    again = [path for path in paths if first.setdefault(sha256[path], path) != path]
     if again:
-        print(f"the same content twice, which is kept, and may be in both splits: {len(again):,} files ({again[0]})",
-              file=sys.stderr)
-    return named
+        print(f"the same content twice, which is kept, and may be in both splits: {len(again):,} files ({again[0]} "
+              f"that of {first[sha256[again[0]]]})", file=sys.stderr)
+    return [[(path.name, sha256[path]) for path in unit] for unit in units]
 
 
 def begin(folder, inputs, force):

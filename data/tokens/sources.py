@@ -222,10 +222,10 @@ def documents(unit, reading):
     try:
         for page in opened().iter(100):
             if reading.column not in page:
-                raise LookupError(has_no(reading.column, page))
+                raise ValueError(has_no(reading.column, page))
             yield from ((split, as_text(text, "a row"), True) for text in page[reading.column])
-    except (LookupError, TypeError) as error:
-        raise DataError(f"the documents cannot be read: {error.args[0]}") from None
+    except ValueError as error:
+        raise DataError(f"the documents cannot be read: {error}") from None
     except Exception as error:
         raise DataError(f"the documents cannot be read on ({in_short(error)}): run the same command again, or name "
                         "another --text_column") from None
@@ -249,8 +249,8 @@ def read_file(path, reading):
                 yield from in_pieces(split_at(chunks, reading.separator))
             else:
                 yield from in_pieces(itertools.chain(((chunk, False) for chunk in chunks), [("", True)]))
-    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
-        why = " ".join(str(error.args[0] if isinstance(error, LookupError) else error).split())[:200]
+    except (pa.ArrowException, OSError, ValueError) as error:
+        why = " ".join(str(error).split())[:200]
         raise DataError(f"{path} cannot be read ({why}): repair it or take it out of --files") from None
 
 
@@ -269,7 +269,7 @@ def read_parquet(path, column):
     with open(path, "rb") as stream:
         file = pyarrow.parquet.ParquetFile(stream)
         if column not in file.schema_arrow.names:
-            raise LookupError(has_no(column, file.schema_arrow.names))
+            raise ValueError(has_no(column, file.schema_arrow.names))
         batches = file.iter_batches(1000, columns=[column])
         values = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
         for number, value in enumerate(values, 1):
@@ -277,8 +277,7 @@ def read_parquet(path, column):
 
 
 def read_lines(chunks, column):
-    """The documents of text with a JSON object in each line. Raises ValueError, TypeError, LookupError: with the
-    line."""
+    """The documents of text with a JSON object in each line. Raises ValueError, with the line."""
     for number, line in enumerate(lines_of(chunks), 1):
         if not line.strip():
             continue
@@ -290,7 +289,7 @@ def read_lines(chunks, column):
             raise ValueError(f"line {number:,}: {error}; each line must be a JSON object, as `jq -c '.[]'` makes them "
                              "of an array") from None
         if column not in record:
-            raise LookupError(f"line {number:,} {has_no(column, record)}")
+            raise ValueError(f"line {number:,} {has_no(column, record)}")
         yield as_text(record[column], f"line {number:,}"), True
 
 
@@ -310,10 +309,10 @@ def has_no(column, columns):
 
 
 def as_text(value, place):
-    """A document as it stands in a column: None is an empty one. Raises TypeError for what is no text."""
+    """A document as it stands in a column: None is an empty one. Raises ValueError for what is no text."""
     if not isinstance(value, str | None):
         kind = type(value).__name__
-        raise TypeError(f"{place}: {str(value)[:20]} is not text but {kind}: name another --text_column")
+        raise ValueError(f"{place}: {str(value)[:20]} is not text but {kind}: name another --text_column")
     return value or ""
 
 
