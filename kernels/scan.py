@@ -155,16 +155,6 @@ def selective_scan(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_sof
     return (y, hT) if return_last_state else y
 
 
-def longhorn_scan_ref(*args, **kwargs):
-    """`longhorn_scan` as the loop over time, whatever the `backend`; float64 for float64 inputs."""
-    return longhorn_scan(*args, **{**kwargs, "backend": "torch"})
-
-
-def selective_scan_ref(*args, **kwargs):
-    """`selective_scan` as the loop over time, whatever the `backend`; float64 for float64 inputs."""
-    return selective_scan(*args, **{**kwargs, "backend": "torch"})
-
-
 @torch_private.not_compiled  # a C++ extension, opaque to the compiler
 def _mamba_ssm(u, delta, A, B, C, D, z, delta_bias, softplus):
     dtype = choose.compute_dtype(u)

@@ -5,7 +5,6 @@
 
 import json
 import os
-from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,7 +14,6 @@ from common import errors
 from runtime import records
 from train import TrainConfig
 
-ROOT = Path(configurator.__file__).resolve().parent
 CHAOS = bool(os.environ.get("LONGHORN_CHAOS"))
 
 few = settings(deadline=None, max_examples=1000 if CHAOS else 40, database=None,

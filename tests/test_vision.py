@@ -44,7 +44,7 @@ from experiments.vision import report
 from experiments.vision import sweep as sweep_of_images
 from experiments.vision.classify import Evaluate, Vision, VisionConfig, build_model
 from inspection import counting
-from kernels.scan import longhorn_scan_ref
+from kernels.scan import longhorn_scan
 from model import Longhorn, Mamba
 from runtime import signals
 
@@ -130,7 +130,7 @@ def test_shared_directions_are_the_published_op():
     c = F.silu(F.conv1d(F.pad(x.mT, (3, 0)), m.conv_weight[:, None], m.conv_bias, groups=64).mT)
     r, k, q = (c @ m.x_proj.weight.T).split([2, 4, 4], -1)
     dt = r @ m.dt_proj.weight.T
-    scan = lambda *rows: longhorn_scan_ref(*rows, m.D, dt_bias=m.dt_bias)
+    scan = lambda *rows: longhorn_scan(*rows, m.D, dt_bias=m.dt_bias, backend="torch")
     norm = lambda y, w: y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w
     there, back = scan(c, dt, k, q), scan(*(a.flip(1) for a in (c, dt, k, q))).flip(1)
     y = (norm(there, mixer.norm_weight[0]) + norm(back, mixer.norm_weight[1])) * F.silu(z)
