@@ -304,7 +304,7 @@ def self_check(model, dtype=torch.float32, compiled=False):
     torch.set_float32_matmul_precision("highest")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), constants(short(is_packed(model))):
         try:
-            with choose.without_libraries() if in_16_bits else contextlib.nullcontext():
+            with choose.plain("libraries") if in_16_bits else contextlib.nullcontext():
                 check = Check(model, device, dtype, compiled)
                 way_out = "correct that"
                 line = check.in_float32()

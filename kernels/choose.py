@@ -28,36 +28,26 @@ BODIES = {  # operator: (place of its fast body, place of its plain PyTorch body
 }
 NATIVE = ("longhorn_scan", "selective_scan", "causal_conv1d", "rms_norm")  # the others run in PyTorch on every device
 NO_LIBRARY = {"longhorn_scan": "no library has Longhorn's scan", "wkv4": "no library has RWKV-4's wkv"}
-_forced_plain, _libraries_off = set(), False
+_off = set()  # see `plain`
 
 
 @contextlib.contextmanager
 def plain(*ops):
     """In this context the named operators (keys of BODIES) run their plain PyTorch bodies, whatever `backend` says.
+    With the name "libraries" all operators run this repository's bodies instead of other libraries' kernels.
 
     Keep both forward and backward inside: activation checkpointing chooses again in the backward. Compiled code is not
     affected. Raises ValueError for an unknown name.
     """
-    unknown = sorted(set(ops) - set(BODIES))
+    unknown = sorted(set(ops) - {"libraries", *BODIES})
     if unknown:
         raise ValueError(f"plain: unknown operator {unknown[0]!r}: choose from {', '.join(BODIES)}")
-    added = set(ops) - _forced_plain
-    _forced_plain.update(added)
+    added = set(ops) - _off
+    _off.update(added)
     try:
         yield
     finally:
-        _forced_plain.difference_update(added)
-
-
-@contextlib.contextmanager
-def without_libraries():
-    """In this context operators run this repository's bodies where `backend` would call other libraries' kernels."""
-    global _libraries_off
-    before, _libraries_off = _libraries_off, True
-    try:
-        yield
-    finally:
-        _libraries_off = before
+        _off.difference_update(added)
 
 
 def places(op, backend, device, dtype):
@@ -78,20 +68,20 @@ def choose(op, backend, device, dtype=None, cannot=None, library_cannot=None):
 
     Raises ValueError for an unknown backend, RuntimeError with the reason if the given backend cannot run here.
     """
-    backend = "" if backend == "fused" and _libraries_off else backend or ""
-    return _choose(op, backend, device, dtype, cannot, library_cannot, op in _forced_plain, _libraries_off,
-                   transformed())
+    libraries = "libraries" not in _off
+    backend = "" if backend == "fused" and not libraries else backend or ""
+    return _choose(op, backend, device, dtype, cannot, library_cannot, op in _off, libraries, transformed())
 
 
 @constant_when_compiled
-def _choose(op, backend, device, dtype, cannot, library_cannot, forced_plain, libraries_off, inside):
+def _choose(op, backend, device, dtype, cannot, library_cannot, forced_plain, libraries, inside):
     if backend not in ("", *BACKENDS):
         raise ValueError(f"{op}: unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}, or leave it empty")
     if backend == "torch" or forced_plain:
         return "torch"
     if backend == "fused" and op in NO_LIBRARY:
         raise RuntimeError(f"{op}: {NO_LIBRARY[op]}: leave backend empty")
-    default = not backend and op in fused.BY_DEFAULT and not libraries_off
+    default = not backend and op in fused.BY_DEFAULT and libraries
     if op in fused.LIBRARIES and (backend == "fused" or default):
         reason = _library_refuses(op, device, dtype, library_cannot)
         if reason is None:
@@ -114,7 +104,7 @@ def _library_refuses(op, device, dtype, library_cannot):
     """Why the library cannot run this operator here; None if it can, which is announced once."""
     if device != fused.GPU:
         return f"the tensors are on {device}"
-    reason = fused.refusal(op, dtype) or library_cannot or fused.load(op)[1]
+    reason = fused.refusal(op, dtype) or library_cannot or fused.missing(op)
     if reason is None:
         tunes = ", whose kernels are tuned at their first start, for minutes" if op in fused.BY_DEFAULT else ""
         build.say_once(f"{op}: {fused.LIBRARIES[op][0]}{tunes}")

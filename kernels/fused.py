@@ -36,19 +36,17 @@ BY_DEFAULT = tuple(op for op, (package, *_) in LIBRARIES.items() if package == "
 
 
 @functools.cache
-def load(op):
-    """(the library's function for `op`, None), or (None, reason why it cannot run here)."""
+def missing(op):
+    """The reason why the library's function for `op` cannot run here, or None."""
     package, module, name, _ = LIBRARIES[op]
     try:
-        function = getattr(importlib.import_module(module), name)
+        getattr(importlib.import_module(module), name)
+        problem = wrong_gradients(op)
     except ModuleNotFoundError as error:
-        missing = error.name or ""
-        problem = "is not installed" if missing == module.split(".")[0] else f"needs {missing}"
+        problem = "is not installed" if error.name == module.split(".")[0] else f"needs {error.name}"
     except Exception as error:  # these packages import Triton, which asks for a driver: any error is possible
         problem = f"cannot be imported ({' '.join(str(error).split())[:200]})"
-    else:
-        problem = wrong_gradients(op)
-    return (None, f"{package} {problem}") if problem else (function, None)
+    return f"{package} {problem}" if problem else None
 
 
 def wrong_gradients(op):
@@ -65,7 +63,7 @@ def wrong_gradients(op):
 def call(op, *args, **kwargs):
     """Call the library's function for `op`; `choose.choose` has checked that it can be loaded."""
     _, module, name, _ = LIBRARIES[op]
-    return getattr(sys.modules[module], name)(*args, **kwargs)  # not by `load`: torch.compile warns about its cache
+    return getattr(sys.modules[module], name)(*args, **kwargs)
 
 
 def refusal(op, dtype):

@@ -110,7 +110,7 @@ def library(monkeypatch):
     from kernels import build, fused
 
     monkeypatch.setattr(fused, "GPU", "cpu")
-    fused.load.cache_clear()
+    fused.missing.cache_clear()
 
     def library(op, function):
         _, module, name, _ = fused.LIBRARIES[op]
@@ -121,7 +121,7 @@ def library(monkeypatch):
     library.said = []
     monkeypatch.setattr(build, "say_once", library.said.append)
     yield library
-    fused.load.cache_clear()
+    fused.missing.cache_clear()
 
 
 @pytest.fixture

@@ -48,13 +48,13 @@ def interpreter():
         if not INTERPRETED:
             for library in LIBRARIES:
                 patch.delitem(sys.modules, library, raising=False)
-            fused.load.cache_clear()
+            fused.missing.cache_clear()
             yield
             return
         patch.setattr(fused, "GPU", "cpu")
         patch.setattr(build, "say_once", lambda line: None)
         for op in fused.BY_DEFAULT:
-            assert fused.load(op)[1] is None
+            assert fused.missing(op) is None
         from triton import language
         from triton.runtime.autotuner import Autotuner
         from triton.runtime.interpreter import InterpreterBuilder
@@ -75,8 +75,8 @@ def interpreter():
 
 def needs(op):
     """Skip a test where the library of `op` cannot run: only in Triton's interpreter must all of fla do so."""
-    if not INTERPRETED and fused.load(op)[1]:
-        pytest.skip(fused.load(op)[1])
+    if not INTERPRETED and fused.missing(op):
+        pytest.skip(fused.missing(op))
 
 
 def beyond(fast, slow, a, half, tolerance=TOLERANCE):

@@ -146,7 +146,7 @@ def test_a_library_that_is_not_there_is_a_reason(library, monkeypatch):
             (ModuleNotFoundError("No module named 'triton'", name="triton"), "needs triton"),
             (RuntimeError("0 active drivers\n([])"), r"cannot be imported (0 active drivers ([]))")):
         monkeypatch.setattr(importlib, "import_module", mock.Mock(side_effect=error))
-        fused.load.cache_clear()
+        fused.missing.cache_clear()
         run(**a)  # chunks
         with pytest.raises(RuntimeError, match=f"cannot run here: flash-linear-attention {re.escape(words)}: leave"):
             run(**a, backend="fused")
