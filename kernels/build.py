@@ -11,6 +11,7 @@ again in ~/.cache/longhorn.
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import glob
 import hashlib
@@ -36,7 +37,6 @@ CHUNK = 32  # steps between the states that the forward keeps; CHUNK of longhorn
 MAX_WIDTH = 8  # of the convolution kernels; MAX_WIDTH of conv_norm.cu
 CUDA_THREADS = 128  # THREADS of lanes.h
 CONV_TILE = 64  # steps per thread of the CUDA convolution; CONV_TILE of conv_norm.cu
-STEPS_DISAGREE = "CHUNK, MAX_WIDTH or CONV_TILE differs between kernels/build.py and the kernel sources: change both"
 
 
 @functools.cache
@@ -69,14 +69,12 @@ def build(sources=(SCAN, CONV), folder=None):
     compiler = os.environ.get("CXX", "").strip() or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if compiler is None:
         raise OSError("no C++ compiler found (install g++ or clang++, or set CXX)")
-    if sys.platform != "darwin":  # Apple's clang has no OpenMP
-        try:
-            return _compile(shlex.split(compiler), _flags(openmp=True), sources, folder)
-        except Broken:
-            raise  # it would not compile without OpenMP either
-        except OSError:
-            pass
-    return _compile(shlex.split(compiler), _flags(openmp=False), sources, folder)
+    try:
+        return _compile(shlex.split(compiler), _flags(openmp=True), sources, folder)
+    except Broken:
+        raise  # it would not compile without OpenMP either
+    except OSError:  # Apple's clang has no OpenMP
+        return _compile(shlex.split(compiler), _flags(openmp=False), sources, folder)
 
 
 class Broken(OSError):
@@ -157,8 +155,6 @@ def _cached(name, suffix, key, sources, folder, make):
         message = f"cannot write to {folder} ({error.strerror}): set LONGHORN_BUILD_DIR to a writable folder"
         raise OSError(message) from None
     with lock:
-        import fcntl  # not on Windows, where there is no native build either
-
         with contextlib.suppress(OSError):  # some network file systems have no locks; the rename is atomic anyway
             fcntl.flock(lock, fcntl.LOCK_EX)
             remove_leftovers(glob.escape(str(folder / stem)))
@@ -220,26 +216,18 @@ ScanArgs = _struct("ScanArgs", """B T D N update softplus dtype splits threads s
 ConvArgs = _struct("ConvArgs", """B T D W dtype silu splits threads *x x_b x_t *weight *bias *state *y
     out_t *dy dy_b dy_t *dx *dweight *dbias *dstate""")
 NormArgs = _struct("NormArgs", "rows D tasks threads x_dtype y_dtype *x *dy *weight *rstd *y *dx *dweight &eps")
-FUNCTIONS = [f"{operator}_{way}_cpu" for operator in ("longhorn_scan", "causal_conv", "rms_norm")
-             for way in ("forward", "backward")]
 
 
 def load(path):
-    """The library at `path`. Raises OSError if a function is missing, Broken if its structs or constants differ from
+    """The library at `path`. Raises OSError if it cannot be loaded, Broken if its structs or constants differ from
     those above."""
     lib = ctypes.CDLL(str(path))
-    structs = {"scan_args_size": ScanArgs, "conv_args_size": ConvArgs, "norm_args_size": NormArgs}
-    try:
-        for name in ("longhorn_chunk", "longhorn_lanes", "longhorn_max_width", *structs):
-            getattr(lib, name).restype = ctypes.c_int64
-        for name in ("longhorn_has_openmp", *FUNCTIONS):
-            getattr(lib, name)
-    except AttributeError as error:
-        raise OSError(error) from None
-    if any(getattr(lib, name)() != ctypes.sizeof(struct) for name, struct in structs.items()):
-        raise Broken(cuda.DISAGREE)
-    if (lib.longhorn_chunk(), lib.longhorn_max_width()) != (CHUNK, MAX_WIDTH):
-        raise Broken(STEPS_DISAGREE)
+    ours = {"longhorn_chunk": CHUNK, "longhorn_max_width": MAX_WIDTH, "scan_args_size": ctypes.sizeof(ScanArgs),
+            "conv_args_size": ctypes.sizeof(ConvArgs), "norm_args_size": ctypes.sizeof(NormArgs)}
+    for name, number in ours.items():
+        getattr(lib, name).restype = ctypes.c_int64
+        if getattr(lib, name)() != number:
+            raise Broken(cuda.DISAGREE)
     return lib
 
 
@@ -250,14 +238,10 @@ def library():
     try:
         lib = load(path)
     except OSError:
-        if seconds:
-            raise
-        path.unlink(missing_ok=True)  # another program's, or of a compiler that failed silently
-        path, seconds = build()
-        lib = load(path)
-    simd = {16: "avx512", 8: "8 lanes", 4: "4 lanes"}[lib.longhorn_lanes()]
+        path.unlink(missing_ok=True)  # of a compiler that failed silently: the next run builds it again
+        raise
     openmp = "OpenMP" if lib.longhorn_has_openmp() else "one thread (no OpenMP in this compiler)"
-    _announce(f"cpu {simd}", openmp, seconds)
+    _announce(f"cpu {lib.longhorn_lanes()} lanes", openmp, seconds)
     return lib
 
 
@@ -271,7 +255,7 @@ def cuda_module(update, dtype, shape, architecture, device):
         with torch.cuda.device(device):
             module = cuda.Module(path.read_bytes(), kernels, ctypes.sizeof(args), device=device)
         if module.steps != (CONV_TILE if update == "conv" else CHUNK):
-            raise Broken(STEPS_DISAGREE)
+            raise Broken(cuda.DISAGREE)
         _announce(" ".join(way), f"{update} {cuda.TYPES[dtype]} {'x'.join(map(str, shape))}", seconds)
         return module
 

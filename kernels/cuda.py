@@ -23,7 +23,8 @@ CONV_KERNELS = ("conv_forward_kernel", "conv_backward_kernel")
 MAX_DYNAMIC_SHARED, CARVE_OUT = 8, 9  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, .._PREFERRED_.._CARVEOUT
 ROOM = 97, 81  # bytes: CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, .._PER_MULTIPROCESSOR
 RESERVED = 1024  # bytes of shared memory that the system reserves per block
-DISAGREE = "kernels/build.py and the kernel sources disagree about the arguments: change both structs together"
+DISAGREE = ("kernels/build.py and the kernel sources disagree about a struct, CHUNK, MAX_WIDTH or CONV_TILE: change "
+            "both")
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CLASSES = {"longhorn": "Longhorn", "exact": "Exact", "mamba": "Mamba"}  # of the updates in longhorn_scan.cu
 
@@ -39,8 +40,8 @@ def nvcc():
     """The path of nvcc, or None; looks at $NVCC, the PATH, $CUDA_HOME and /usr/local/cuda."""
     if os.environ.get("LONGHORN_CUDA_COMPILER") == "nvrtc":
         return None
-    candidates = [os.environ.get("NVCC"), "nvcc", *(os.path.join(home, "bin", "nvcc") for home in homes())]
-    return next((path for path in map(shutil.which, filter(None, candidates)) if path), None)
+    folders = [os.environ.get("PATH", os.defpath), *(f"{home}/bin" for home in homes())]
+    return shutil.which(os.environ.get("NVCC") or "nvcc", path=os.pathsep.join(folders))
 
 
 @functools.cache
@@ -57,7 +58,6 @@ def nvrtc():
     for path in filter(None, [*paths, ctypes.util.find_library("nvrtc")]):
         with contextlib.suppress(OSError):
             libraries.append(ctypes.CDLL(path))
-            libraries[-1].nvrtcGetErrorString.restype = ctypes.c_char_p
     same = [lib for lib in libraries if nvrtc_version(lib) == torch.version.cuda]
     return next(iter([*same, *libraries]), None)
 
@@ -136,9 +136,7 @@ def compile_kernels(source, to, compiler, kind, architecture, macros):
     options = [f"--gpu-architecture={architecture}", *OPTIONS[compiler], f"-I{Path(source).parent}", *macros]
     options = [option.encode() for option in options]
     program, text = ctypes.c_void_p(), Path(source).read_bytes()
-    code = lib.nvrtcCreateProgram(ctypes.byref(program), text, name.encode(), 0, None, None)
-    if code:
-        raise OSError(f"scan: nvrtcCreateProgram failed: {lib.nvrtcGetErrorString(code).decode()} (CUDA error {code})")
+    lib.nvrtcCreateProgram(ctypes.byref(program), text, name.encode(), 0, None, None)
     try:
         if lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):
             log = _nvrtc_text(lib, program, "ProgramLog").decode().strip()[:500]
@@ -164,16 +162,25 @@ def driver():
     return declare(ctypes.CDLL("libcuda.so.1"))
 
 
+SIGNATURES = """
+cuModuleLoadData pointer text
+cuModuleGetFunction pointer pointer text
+cuModuleGetGlobal_v2 pointer pointer pointer text
+cuMemcpyDtoH_v2 pointer pointer size
+cuFuncSetAttribute pointer int int
+cuDeviceGetAttribute pointer int int
+cuLaunchKernel pointer uint uint uint uint uint uint uint pointer pointer pointer
+cuCtxSetCurrent pointer
+cuDevicePrimaryCtxRetain pointer int
+"""
+
+
 def declare(lib):
-    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
-    lib.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
-    lib.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
-    lib.cuModuleGetGlobal_v2.argtypes = [pointer, pointer, pointer, ctypes.c_char_p]
-    lib.cuMemcpyDtoH_v2.argtypes = [pointer, pointer, size]
-    lib.cuFuncSetAttribute.argtypes = lib.cuDeviceGetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
-    lib.cuLaunchKernel.argtypes = [pointer, *[number] * 6, number, pointer, pointer, pointer]
-    lib.cuCtxSetCurrent.argtypes = [pointer]
-    lib.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
+    kinds = {"pointer": ctypes.c_void_p, "text": ctypes.c_char_p, "size": ctypes.c_size_t, "int": ctypes.c_int,
+             "uint": ctypes.c_uint}
+    for line in SIGNATURES.split("\n")[1:-1]:
+        name, *arguments = line.split()
+        getattr(lib, name).argtypes = [kinds[kind] for kind in arguments]
     return lib
 
 
@@ -196,7 +203,11 @@ class Module:
         # steps per chunk or tile, size of the args, threads and channels per block, states per channel with padding
         self.steps, args_size_there, self.threads, self.channels, self.states, *shared = facts
         self.shared = dict(zip(kernels, shared, strict=True))
-        self.room = tuple(self.attribute(which, device or 0) for which in ROOM)
+        self.room = []
+        for which in ROOM:
+            value = ctypes.c_int()
+            self.check(self.lib.cuDeviceGetAttribute(ctypes.byref(value), which, device or 0), "cuDeviceGetAttribute")
+            self.room.append(value.value)
         if args_size_there != args_size:
             raise OSError(DISAGREE)
 
@@ -207,11 +218,6 @@ class Module:
             message = text.value.decode() if text.value else "unknown error"
             raise RuntimeError(f"scan: {action} failed: {message} (CUDA error {code})")
 
-    def attribute(self, which, device):
-        value = ctypes.c_int()
-        self.check(self.lib.cuDeviceGetAttribute(ctypes.byref(value), which, device), "cuDeviceGetAttribute")
-        return value.value
-
     def has_room(self, name, instead):
         """True if this GPU has enough shared memory for kernel `name`, and fits two of its blocks per multiprocessor if
         it fits two of the kernel `instead`."""
@@ -219,8 +225,8 @@ class Module:
         at_once = lambda kernel: min(2, multiprocessor // (self.shared[kernel] + RESERVED))
         return self.shared[name] <= block and at_once(name) >= at_once(instead)
 
-    def launch(self, name, blocks, args, stream, y=1):
-        """Run kernel `name` on blocks * y blocks, passing `args` by value. Raises RuntimeError naming the launch."""
+    def launch(self, name, blocks, args, stream):
+        """Run kernel `name` on so many blocks, passing `args` by value. Raises RuntimeError naming the launch."""
         function, shared = self.functions[name], self.shared[name]
         if self.context:
             self.check(self.lib.cuCtxSetCurrent(self.context), "cuCtxSetCurrent")
@@ -231,7 +237,7 @@ class Module:
                 self.lib.cuFuncSetAttribute(function, CARVE_OUT, 100)
             self.ready.add(name)
         params = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        code = self.lib.cuLaunchKernel(function, blocks, y, 1, self.threads, 1, 1, shared, stream, params, None)
+        code = self.lib.cuLaunchKernel(function, blocks, 1, 1, self.threads, 1, 1, shared, stream, params, None)
         if code:
             self.check(code, f"the launch of {name} ({blocks} blocks of {self.threads} threads, {shared} bytes of "
                        "shared memory)")

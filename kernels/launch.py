@@ -13,7 +13,7 @@ SEGMENT = 128  # the shortest segment that T is split into on a GPU, in steps
 SPLIT_BELOW = 0.6, 1.0  # T is split if a GPU gets at most so many blocks per multiprocessor: forward, backward
 UPDATES = ("longhorn", "exact", "mamba")  # the enum of longhorn_scan.cu
 # (P, L) that `cuda_shape` chooses from: L lanes share two channels and hold P states of each
-CUDA_SHAPES = ((4, 2), (8, 2), (4, 4), (8, 4), (4, 8), (8, 8), (4, 16), (8, 16), (4, 32), (8, 32))
+CUDA_SHAPES = [(P, L) for L in (2, 4, 8, 16, 32) for P in (4, 8)]
 # Kernels with a variant for whole chunks and blocks -> the rows that it fetches ahead.
 FETCHED = {"forward_kernel": ("x", "dt", "z"), "backward_kernel": ("x", "dt", "z", "dy")}
 
@@ -103,8 +103,10 @@ class Kernels:
         rows: (B, T, C) each, read in `dtype` with their strides, copied only if the last dimension is not contiguous or
         the rows of segments are not aligned. floats: read as contiguous float32. buffers: passed unchanged.
         """
-        args, size, sign = self.args, self.dtype.itemsize, -1 if self.reversed else 1
-        tensors, args.out_t = {n: cast(a, self.dtype) for n, a in rows.items() if a is not None}, sign * args.D
+        args, size = self.args, self.dtype.itemsize
+        sign = -1 if self.reversed else 1
+        args.out_t = sign * args.D
+        tensors = {n: cast(a, self.dtype) for n, a in rows.items() if a is not None}
         for name, a in tensors.items():
             b, t, d = a.stride()
             fits = t * size < 2**31 and (d == 1 or a.shape[2] == 1)  # the kernels' strides in bytes have 32 bits
@@ -191,8 +193,8 @@ def _prepare(args_class, shape, dtype, device, update, rows, gated, backward, th
 
 
 def _on_gpu(B, T, D, dtype, device, update, rows, gated, backward, sizes):
-    """(module, segments of T or the convolution's tiles, blocks that share a row). Raises ValueError for a call that a
-    GPU cannot start."""
+    """(module, segments of T or the convolution's tiles, blocks that share a row). Raises ValueError if no block of
+    the kernels fits."""
     gpu = torch.cuda.get_device_properties(device)
     architecture = f"sm_{gpu.major}{gpu.minor}"
     segments = 1
@@ -210,15 +212,7 @@ def _on_gpu(B, T, D, dtype, device, update, rows, gated, backward, sizes):
         if may_split and whole and row_bytes >= 16:
             blocks = B * D // module.channels
             segments = cuda_segments(update, dtype, layout, blocks, T, gpu.multi_processor_count, shared, backward)
-    # steps; bytes of a row, which may be half of a wider one
-    if T >= 2**31 - build.CUDA_THREADS or 2 * D * 4 >= 2**31:
-        raise ValueError(f"{T} steps of {D} channels: the kernels for a GPU take up to "
-                         f"{2**31 - build.CUDA_THREADS - 1} and {2**28 - 1}: use backend='torch'")
-    splits = -(-D // module.channels)
-    if B * segments * splits >= 2**31:
-        raise ValueError(f"{B} rows of {D} channels take {B * segments * splits} blocks, but a GPU starts up to "
-                         f"{2**31 - 1}: split the batch")
-    return module, segments, splits
+    return module, segments, -(-D // module.channels)
 
 
 def kept_states(x, N):

@@ -192,7 +192,7 @@ def test_what_a_driver_refuses_names_the_kernel(shim, monkeypatch):
     monkeypatch.setattr(module, "ready", set())
     with pytest.raises(RuntimeError, match="backward_kernel, which needs 293.0 KB of shared memory per block"):
         graded(native_scan, inputs("longhorn", 1, 5, 3, 4))
-    with pytest.raises(OSError, match="change both structs together"):
+    with pytest.raises(OSError, match="disagree about a struct"):
         cuda.Module(b"", cuda.SCAN_KERNELS, 8, module.lib)
 
 
@@ -349,13 +349,9 @@ def test_what_is_prepared_for_a_gpu(prepare):
     assert prepare(4, 130, 300, None, W=4) == (3, 3, 1, None)
 
 
-@pytest.mark.parametrize("shape,N,words", [
-    ((64, 1024, 1536), 512, "with 228 KB .* up to 256 states"),  # before the forward
-    ((1, 2**31 - 1, 8), 16, "^2147483647 steps of 8 channels: .* use backend='torch'$"),
-    ((2**30, 1, 300), 16, "^1073741824 rows of 300 channels take .* split the batch$")])
-def test_what_a_gpu_cannot_start_is_refused(prepare, shape, N, words):
-    with pytest.raises(ValueError, match=words):
-        prepare(*shape, N=N)
+def test_what_a_gpu_cannot_start_is_refused_before_the_forward(prepare):
+    with pytest.raises(ValueError, match="with 228 KB .* up to 256 states"):
+        prepare(64, 1024, 1536, N=512)
 
 
 def test_what_a_driver_does_not_load_is_built_in_another_way(tmp_path, monkeypatch):
@@ -372,7 +368,7 @@ def test_what_a_driver_does_not_load_is_built_in_another_way(tmp_path, monkeypat
     assert build.cuda_module.__wrapped__("longhorn", BF16, PAIRS, "sm_121", 0) is module
     assert tried == [("nvcc", "cubin", "sm_121"), ("nvrtc", "cubin", "sm_121"), ("nvcc", "ptx", "compute_90")]
     monkeypatch.setattr(cuda, "Module", mock.Mock(side_effect=[other] * 4))
-    with pytest.raises(OSError, match="CHUNK, MAX_WIDTH or CONV_TILE differs"):
+    with pytest.raises(OSError, match="disagree about a struct, CHUNK"):
         build.cuda_module.__wrapped__("longhorn", BF16, PAIRS, "sm_121", 0)
     monkeypatch.setattr(cuda, "Module", mock.Mock(side_effect=RuntimeError("no image")))
     with pytest.raises(OSError, match="nvcc cubin sm_86: no image; nvrtc cubin sm_86: no image$"):
