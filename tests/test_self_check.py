@@ -88,23 +88,27 @@ def stopped(lm, *args, **how):
 
 # ------------------------------------------------------------------------------------------------------------- edits
 
-TRAINS = {  # what is edited: (family, function, line, instead); the loss changes, and sampling follows
-    "keys": (HYBRID, "model.Longhorn.scan", "(x, dt, k, q, self.D", "(x, dt, k / 2, q, None"),
-    "decay of GLA": ("gla", "model.GLA.forward", "(x))) / 16", "(x))) / 8"),
-    "eps of the norms": ("llama", "model.RMSNorm.forward", "self.eps", "1e-3"),
+PACK = {"documents": "pack"}
+LOGITS = {"loss_from_logits": True}
+CAP = "model.LM.forward", "F.linear(h, head.weight)  #", "15 * torch.tanh(F.linear(h, head.weight) / 15)  #"
+STEP = "kernels.scan._step_size", "(1 /", "(0.5 /"
+TRAINS = {  # what is edited: (family, function, line, instead, settings); the loss changes, and sampling follows
+    "keys": (HYBRID, "model.Longhorn.scan", "(x, dt, k, q, self.D", "(x, dt, k / 2, q, None", {}),
+    "decay of GLA": ("gla", "model.GLA.forward", "(x))) / 16", "(x))) / 8", {}),
+    "eps of the norms": ("llama", "model.RMSNorm.forward", "self.eps", "1e-3", {}),
+    "a cap of the logits": ("llama", *CAP, LOGITS),
+    "the loop alone": ("longhorn", *STEP, {"backend": "torch"}),  # the mode for editing an operator
 }
 SCAN = "longhorn_scan.cu and kernels/scan.py (longhorn_scan) disagree by"
 CONV = "kernels/conv_norm.cu and kernels/ops.py (causal_conv1d) disagree by"
 STATE = " over the whole sequence and through the state disagree by"
 GLA_STATE = "model.py: GLA.forward (GLA)" + STATE
 BESIDE = "model.py: GLA.forward (GLA) beside two different rows disagree by"
-PACK = {"documents": "pack"}
-LOGITS = {"loss_from_logits": True}
 Z_LOSS = ("llama", "model.LM.forward", "loss = cross_entropy(logits, targets)",
           "loss = cross_entropy(logits, targets) + 1e-2 * logits.logsumexp(-1).square().mean()")
 STOPS = {  # what is edited: (family, function, line, instead, what the start says, settings)
     # one of an operator's two bodies
-    "the step size of the loop": ("longhorn", "kernels.scan._step_size", "(1 /", "(0.5 /", SCAN, {}),
+    "the step size of the loop": ("longhorn", *STEP, SCAN, {}),
     "the bias of the loop has no gradient": (
         HYBRID, "kernels.scan._loop", "dt = dt + dt_bias", "dt = dt + dt_bias.detach()", SCAN, {}),
     "no number in the loop": ("mamba", "kernels.scan._loop", "y * F.silu(z)", "y * float('nan')",
@@ -122,9 +126,7 @@ STOPS = {  # what is edited: (family, function, line, instead, what the start sa
     "a mask of documents": (
         "retnet", "kernels.linear_attention._retention", "n], same)", "n], None)", "(retention)", PACK),
     # the loss
-    "a cap of the logits": (HYBRID, "model.LM.forward", "F.linear(h, head.weight)  #",
-                            "15 * torch.tanh(F.linear(h, head.weight) / 15)  #",
-                            "model.py: LM.forward, the loss alone and the loss from logits", {}),
+    "a cap of the logits": (HYBRID, *CAP, "model.py: LM.forward, the loss alone and the loss from logits", {}),
     "a small z-loss": (HYBRID, "model.LM.forward", "loss = cross_entropy(logits, targets)",
                        "loss = cross_entropy(logits, targets) + 1e-5 * logits.logsumexp(-1).square().mean()",
                        "--loss_from_logits=true", {}),
@@ -192,11 +194,11 @@ STOPS = {  # what is edited: (family, function, line, instead, what the start sa
 
 @pytest.mark.parametrize("what", TRAINS)
 def test_an_edit_of_what_is_read_trains_and_samples(what, edit):
-    family, *change = TRAINS[what]
-    before, _ = read(model_of(family))
+    family, *change, settings = TRAINS[what]
+    before, _ = read(model_of(family, **settings))
     edit(*change)
-    lm = model_of(family)
-    assert "native and plain operators" in self_check(lm)
+    lm = model_of(family, **settings)
+    assert "agree" in self_check(lm)
     loss, apart = read(lm)
     assert loss != before and apart < 1e-4
 
@@ -229,54 +231,26 @@ def test_a_tensor_has_the_name_of_the_model_not_of_the_toy(edit):
     assert re.search(r"layers\.(\d)", line)[1] == "4"
 
 
-# Of the kernels: the place in longhorn_scan.cu, and what is written there.
-KERNELS = {"half the step size": ("step", "if (BROKEN) { Step<V> s = longhorn_step(x, dt, bias, kk); "
-                                  "s.size = 0.5f * s.size; return s; }"),
-           "twice the gradient of the step size": ("step gradients", "if (BROKEN) de = 2.0f * de;")}
-
-
-@pytest.fixture
-def broken(builds):
-    """broken(*names): the CPU library runs with these edits of KERNELS."""
-    text = source_text()
-    for i, (place, change) in enumerate(KERNELS.values()):
-        text = with_mistake(text, place, change.replace("BROKEN", f"(broken >> {i} & 1)"))
+def test_an_edit_of_the_kernel_stops_until_the_loop_and_its_backward_follow(builds, edit, monkeypatch):
+    """The CPU library is compiled with two edits, which run where `broken` says so."""
+    text = with_mistake(source_text(), "step", "if (broken) { Step<V> s = longhorn_step(x, dt, bias, kk); "
+                        "s.size = 0.5f * s.size; return s; }")
+    text = with_mistake(text, "step gradients", "if (broken > 1) de = 2.0f * de;")
     builds.mkdir(exist_ok=True)
     source = builds / f"broken.{os.getpid()}.cu"
     source.write_text('extern "C" { int broken = 0; }\n' + text)
     with mock.patch.object(build, "_flags", lambda openmp, f=build._flags: [*f(openmp), "-O0"]):  # 1 s, not 10
         library = build.load(build.build([source, build.CONV], builds)[0])
-    switch = ctypes.c_int.in_dll(library, "broken")
-
-    def broken(*names):
-        switch.value = sum(1 << list(KERNELS).index(name) for name in names)
-    with mock.patch.object(build, "library", lambda: library):
-        yield broken
-
-
-def test_an_edit_of_the_kernel_stops_until_the_loop_and_its_backward_follow(broken, edit):
+    broken = ctypes.c_int.in_dll(library, "broken")
+    monkeypatch.setattr(build, "library", lambda: library)
     before, _ = read(model_of("longhorn"))
-    broken("half the step size")
+    broken.value = 1
     assert SCAN in stopped(model_of("longhorn"))
-    edit("kernels.scan._step_size", "(1 /", "(0.5 /")
+    edit(*STEP)
     assert SCAN in stopped(model_of("longhorn"))
-    broken(*KERNELS)
+    broken.value = 2
     lm = model_of("longhorn")
     assert "native and plain" in self_check(lm) and read(lm)[0] != before
-
-
-def test_with_plain_pytorch_an_edited_loop_trains(edit):
-    """--backend=torch is the mode for editing an operator: no native kernel is asked about it."""
-    before, _ = read(model_of("longhorn", backend="torch"))
-    edit("kernels.scan._step_size", "(1 /", "(0.5 /")
-    lm = model_of("longhorn", backend="torch")
-    assert "operators" not in self_check(lm) and read(lm)[0] != before
-
-
-def test_a_cap_trains_with_the_loss_from_logits(edit):
-    edit(*STOPS["a cap of the logits"][1:4])
-    lm = model_of("llama", loss_from_logits=True)
-    assert "agree" in self_check(lm) and read(lm)[1] < 1e-4
 
 
 def test_noise_in_training_hides_nothing(edit):
