@@ -510,7 +510,7 @@ def describe(c, edit, plans, decision):
     error = c.args.error
     notes = c.notes(edit)
     numbers = {"verdict": decision.verdict, "pairs": n, "minutes": decision.minutes, "notes": notes, "interval": None,
-               "parameters": edit.probe["parameters"], "dtype": c.facts["dtype"], "torch": c.facts["torch"]}
+               "parameters": edit.probe["parameters"], "dtype": c.facts.get("dtype"), "torch": c.facts.get("torch")}
     if decision.sentence:
         return numbers | {"sentence": decision.sentence}
     if n < 2:

@@ -226,8 +226,8 @@ def test_the_record_is_of_this_decision_and_shows_what_is_claimed():
     usual = {(c["times"], c["pairs_at_most"]): c for c in cells if c["sd"] == edit_simulation.USUAL_SD}
     n = edit_simulation.PAIRS_IN_15_MINUTES
     assert usual[1.05, n]["worse"] >= 0.9 and usual[1.02, 2 * n]["worse"] >= 0.5 and usual[1, n]["same"] >= 0.5
-    i, cell = next((i, c) for i, c in enumerate(cells) if c["sd"] == edit_simulation.USUAL_SD and c["times"] == 1.05)
-    again = edit_simulation.simulate(cell["sd"], cell["times"], pairs=cell["pairs_at_most"], rng=i)
+    cell = cells[12]  # a short one whose noise is skewed
+    again = edit_simulation.simulate(cell["sd"], cell["times"], cell["noise"], pairs=cell["pairs_at_most"], rng=12)
     assert again == pytest.approx({key: cell[key] for key in again})
 
 
@@ -236,7 +236,7 @@ def test_the_record_is_of_this_decision_and_shows_what_is_claimed():
 @pytest.mark.parametrize("changes, argv, code, words", [
     ({"SHIFT": -0.05, "SEED": "b", "SLOW": 1.25}, [], 0, "edit: better, needs 0."),
     ({"SHIFT": 0.05, "SEED": "b", "MORE": 5}, [], 1, "edit: worse, needs 1."),
-    ({"SEED": "b"}, [], 3, "edit: no difference of more than 2.0%: needs "),
+    ({"SEED": "b", "NOISE": 0.0002}, [], 3, "edit: no difference of more than 2.0%: needs "),
     ({"SEED": "b", "NOISE": 0.1}, ["--pairs=5"], 4, "edit: undecided after 0 minutes: needs "),
     ({}, [], 3, "edit: identical runs: the edit changes no bit"),
     ({"FAILS": "step 3: loss or gradient not finite", "SEED": "b"}, [], 1, "edit: worse: it diverges with seed "),
@@ -371,7 +371,6 @@ def test_todays_judge_is_put_into_all_versions(repo, run):
 
 
 def test_a_size_of_ones_own_and_what_a_link_would_write_elsewhere(repo, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "draw", DRAW)
     change(repo, SHIFT=0.5, SEED="b")
     code, said, result = run("--sizes=tiny:n_layer=1,n_embd=32", "--sizes=460K")
     assert code == 1 and [*result["sizes"]] == ["tiny", "460K"] and "\ntiny, 10 parameters, on " in said
@@ -379,6 +378,7 @@ def test_a_size_of_ones_own_and_what_a_link_would_write_elsewhere(repo, run, tmp
     for path in [*(repo / "out").glob("*/edit-*/edit.*"), *(repo / "out").glob("*/edits.*")]:
         path.unlink()
         path.symlink_to(precious)
+    monkeypatch.setattr(figures, "draw", DRAW)
     assert run("--pairs=2")[0] == 4 and precious.read_text() == "kept"
     (runs := next((repo / "out").glob("*/runs.txt"))).unlink()
     runs.symlink_to(precious)
@@ -475,19 +475,20 @@ def test_an_edit_while_it_runs_does_not_change_the_runs(repo, run):
     assert "the verdict is about the working tree at" in said
 
 
-def test_ctrl_c_prints_the_interval_so_far(repo, run, monkeypatch):
+@pytest.mark.parametrize("batch, words", [(1, "undecided: too few pairs (0)"), (3, "stopped after 0 minutes: needs ")])
+def test_ctrl_c_prints_the_interval_so_far(repo, run, monkeypatch, batch, words):
     run_cells, batches = edit.runner.run_cells, []
 
     def interrupted(*args):
         batches.append(args)
-        if len(batches) == 3:
+        if len(batches) == batch:
             raise KeyboardInterrupt
         return run_cells(*args)
 
     monkeypatch.setattr(edit.runner, "run_cells", interrupted)
     change(repo, SEED="b", NOISE=0.05)
     code, said, _ = run("--jobs=8", "--sizes=460K,1.5M")
-    assert code == 4 and "stopped after 0 minutes: needs " in said.splitlines()[-1]
+    assert code == 4 and words in said.splitlines()[-1], said
 
 
 def test_any_other_error_ends_with_exit_code_2(tmp_path):
@@ -507,6 +508,8 @@ def test_train_itself(tmp_path, monkeypatch, data, run, repo):
     monkeypatch.setattr(edit, "REPO", repo)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("LONGHORN_BUILD_DIR", str(ROOT / "build"))  # built before: libraries go by content
+    (tmp_path / "matplotlib.py").write_text("raise ImportError")  # a picture takes half of such a run's time
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     source = (repo / "model.py").read_text()
     (repo / "model.py").write_text(source.replace("config.d_state, config.d_conv", "config.d_state, late()").replace(
         "\n\nclass ", "\n\ndef late():\n    from tools.mine import TAPS\n    return TAPS\n\n\nclass ", 1))
@@ -514,7 +517,7 @@ def test_train_itself(tmp_path, monkeypatch, data, run, repo):
     (repo / "tools" / "other.py").write_text("")
     (repo / "nohup.out").write_text("")
     toy = [f"--{key}={value}" for key, value in TINY.items() if key not in ("max_iters", "eval_interval")]
-    code, said, result = run("--sizes=config", "--pairs=1", f"--data={data}", "--backend=torch", *toy)
+    code, said, result = run("--sizes=config", "--pairs=1", f"--data={data}", *toy)
     assert code == 4 and said.splitlines()[-1] == "edit: undecided: too few pairs (1); rerun, or ask for more", said
     assert result["changed"] == ["model.py", "tools/__init__.py", "tools/mine.py"]
     assert "of the edit's parameters start from other values" in said
