@@ -50,12 +50,15 @@ import families  # noqa: E402, F401
 import model  # noqa: E402
 from bench.measure import headline, new_record, record_file, write_record  # noqa: E402
 from common.errors import ConfigError, main_error, regular  # noqa: E402
+from common.torch_private import map_tensors  # noqa: E402
 from configurator import Seed  # noqa: E402
 from evaluation.tasks import table  # noqa: E402
 from experiments import figures  # noqa: E402
 
 HOLDS = 1e-8  # an update holds if it differs from its minimiser by at most this share of the largest number in either
 MIXER_HOLDS = 1e-5  # a mixer, in float32, holds if its states differ by at most this, relative, in the 2-norm
+DRAWS = 48  # of states, keys and gates, for each row of the table
+STREAMS = 4  # of pairs, where the diagonal form is compared with the exact one; half as many for the longest keys
 NO_CURVATURE = 1e-13  # a smallest curvature of at most this, relative to the largest: no unique minimum
 COSINES = (0.0, 0.25, 0.5, 0.75, 0.95)  # of two keys, where the diagonal form is compared with the exact one
 
@@ -225,15 +228,16 @@ def settings(d, N, **given):
 
 # --------------------------------------------------------------------------------------- the update against a minimiser
 
+def normal(generator, *shape):
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
 def draws(count, elementwise, seed):
     """Yields `count` random (S_prev, k, x, p): the first third of ordinary size, the rest with some extremes.
 
     Extremes are keys of length 0.001 and 1000, gates and step sizes within 1e-6 of 0 and 1, states of size 0 and 100.
     """
     generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     def pick(choices):
         return choices[int(torch.randint(len(choices), (), generator=generator))]
@@ -248,17 +252,16 @@ def draws(count, elementwise, seed):
         d, N = pick([(1, 1), (3, 4), (4, 8), (2, 16)])
         key_size = pick([1e-3, 1.0, 1e3]) if extreme else 1.0
         if elementwise:
-            k = normal(d).clamp(-3, 3) * pick([1, 5])
-            S = normal(d)
+            k = normal(generator, d).clamp(-3, 3) * pick([1, 5])
+            S = normal(generator, d)
         else:
-            k = F.normalize(normal(N), dim=0) * key_size
-            S = normal(d, N)
+            k = F.normalize(normal(generator, N), dim=0) * key_size
+            S = normal(generator, d, N)
         gates = {name: gate(extreme, *shape) for name, shape in shapes(d, N).items() if name != "z"}
-        gates |= {"delta": 10 * gates["delta"], "A": -3 * gates["A"], "z": normal(d).exp()}
-        p = settings(d, N, **gates)
+        gates |= {"delta": 10 * gates["delta"], "A": -3 * gates["A"], "z": normal(generator, d).exp()}
         S_size = pick([0.0, 1.0, 100.0]) if extreme else 1.0
         x_size = pick([1.0, 100.0]) if extreme else 1.0
-        yield S * S_size, k, normal(d) * x_size, p
+        yield S * S_size, k, normal(generator, d) * x_size, settings(d, N, **gates)
 
 
 def minimise(loss, start, *given):
@@ -306,7 +309,9 @@ def check(row, count, seed):
     if every draw had a unique minimum; 'minimises': True if the update was always there}. Raises ConfigError for an
     objective or update with an invalid result.
     """
-    offs, curvatures, steps = [], [], []
+    offs = []
+    curvatures = []
+    steps = []
     for i, (S_prev, k, x, p) in enumerate(draws(count, row.elementwise, seed)):
         got = answer(row, S_prev, k, x, p)
         generator = torch.Generator().manual_seed(seed + i)  # the start does not depend on the update
@@ -324,19 +329,18 @@ def check(row, count, seed):
 
 
 def answer(row, S_prev, k, x, p):
-    """row.update's S. Raises ConfigError unless it is a new float64 tensor of S_prev's shape, and it and the objective
-    finite."""
+    """row.update's S. Raises ConfigError unless it is a new tensor of S_prev's shape and the objective a number, both
+    float64 and finite."""
     before = S_prev.clone()
     S = row.update(S_prev, k, x, p)
-    if not isinstance(S, torch.Tensor) or S.shape != S_prev.shape or S.dtype != torch.float64:
-        got = f"{tuple(S.shape)} {S.dtype}" if isinstance(S, torch.Tensor) else type(S).__name__
-        raise ConfigError(f"{row.name}: update returned {got}, expected the new S, {tuple(S_prev.shape)} torch.float64")
     if not torch.equal(before, S_prev):
         raise ConfigError(f"{row.name}: update changed S_prev in place: return a new tensor")
     value = row.objective(S_prev + 0.5, S_prev, k, x, p)
-    if not (isinstance(value, torch.Tensor) and value.shape == () and value.isfinite() and S.isfinite().all()):
-        raise ConfigError(f"{row.name}: the objective must be a single number, and it and the update finite, for keys "
-                          f"of length 0.001 to 1000; got objective {value} at |k| = {k.norm():.3g}")
+    for what, got, shape in ("update", S, S_prev.shape), ("objective", value, ()):
+        is_right = isinstance(got, torch.Tensor) and got.shape == shape and got.dtype == torch.float64
+        if not (is_right and got.isfinite().all()):
+            raise ConfigError(f"{row.name}: its {what} returned {getattr(got, 'dtype', '')} {str(got)[:80]} for a key "
+                              f"of length {k.norm():.3g}, expected finite float64 numbers of shape {tuple(shape)}")
     return S
 
 
@@ -347,13 +351,10 @@ def make_pairs(n, d, N, correlation, generator):
 
     correlation: approximately the expected cosine of two keys.
     """
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    shared = F.normalize(normal(N), dim=-1)
-    own = F.normalize(normal(n, N), dim=-1)
+    shared = F.normalize(normal(generator, N), dim=-1)
+    own = F.normalize(normal(generator, n, N), dim=-1)
     keys = math.sqrt(correlation) * shared + math.sqrt(1 - correlation) * own
-    return F.normalize(keys, dim=-1), normal(n, d)
+    return F.normalize(keys, dim=-1), normal(generator, n, d)
 
 
 def diagonal_cost(N, correlation, writes, streams, seed, d=8):
@@ -365,13 +366,16 @@ def diagonal_cost(N, correlation, writes, streams, seed, d=8):
     """
     n = max(64, 8 * N)
     p = settings(d, N)
-    left, possible = 0.0, 0.0
+    left = 0.0
+    possible = 0.0
     for stream in range(streams):
         keys, values = make_pairs(n, d, N, correlation, torch.Generator().manual_seed(seed + stream))
         keys = keys * math.sqrt(2 * writes / (1 - writes))
         S = torch.zeros(d, N, dtype=torch.float64)
         for t in range(n):
-            k, x, before = keys[t], values[t], S
+            k = keys[t]
+            x = values[t]
+            before = S
             S = longhorn(before, k, x, p)
             if t >= n // 2:
                 least = longhorn_loss(longhorn_exact(before, k, x, p), before, k, x, p).item()
@@ -384,36 +388,44 @@ def diagonal_cost(N, correlation, writes, streams, seed, d=8):
 # Convert an operator's arguments, with one row in the batch, and its last state to sequences for the updates above:
 # (S before, S after, k (T, N), x (T, d), [p of each step]).
 
+def steps(d, N, gates):
+    """The p of each step, from gates (T, ...)."""
+    ps = []
+    for values in zip(*gates.values(), strict=True):
+        ps.append(settings(d, N, **dict(zip(gates, values, strict=True))))
+    return ps
+
+
 def scan_sequences(a, state):
     d, N = state[0].shape
     if "dt" in a:
-        ps = [settings(d, N, beta=torch.sigmoid(dt + a["dt_bias"])) for dt in a["dt"][0]]
-        yield a["h0"][0], state[0], a["k"][0], a["x"][0], ps
+        x, k = a["x"][0], a["k"][0]
+        gates = {"beta": torch.sigmoid(a["dt"][0] + a["dt_bias"])}
     else:
-        ps = [settings(d, N, delta=F.softplus(delta + a["delta_bias"]), A=a["A"]) for delta in a["delta"][0]]
-        yield a["h0"][0], state[0], a["B"][0], a["u"][0], ps
+        x, k = a["u"][0], a["B"][0]
+        gates = {"delta": F.softplus(a["delta"][0] + a["delta_bias"]), "A": a["A"].expand(len(x), d, N)}
+    yield a["h0"][0], state[0], k, x, steps(d, N, gates)
 
 
 def head_sequences(a, state):
     _, T, H, d = a["v"].shape
+    k = a["k"].expand(-1, -1, H, -1)[0]  # (T, H, N)
+    gates = {}  # (T, H, ...)
+    if "beta" in a:
+        gates["rate"] = a["beta"][0]
+    if "log_decay" in a:
+        decay = a["log_decay"].exp()
+        decay = decay.expand(T, H) if decay.dim() == 1 else decay[0]
+        gates["alpha" if decay.dim() == 3 else "gamma"] = decay
     for h in range(H):
-        k = a["k"].expand(-1, -1, H, -1)[0, :, h]  # (T, N)
-        ps = []
-        for t in range(T):
-            given = {}
-            if "beta" in a:
-                given["rate"] = a["beta"][0, t, h]
-            if "log_decay" in a:
-                decay = a["log_decay"].exp()
-                decay = decay[h] if decay.dim() == 1 else decay[0, t, h]
-                given["alpha" if decay.dim() else "gamma"] = decay
-            ps.append(settings(d, k.shape[1], **given))
-        yield a["state"][0, h].T, state[0, h].T, k, a["v"][0, :, h], ps
+        of_head = {name: gate[:, h] for name, gate in gates.items()}
+        yield a["state"][0, h].T, state[0, h].T, k[:, h], a["v"][0, :, h], steps(d, k.shape[-1], of_head)
 
 
 def wkv4_sequences(a, state):
     num, den, top = a["state"]
-    z, ps = den[0] * top[0].exp(), []
+    z = den[0] * top[0].exp()
+    ps = []
     for k in a["k"][0]:
         ps.append(settings(z.numel(), 1, z=z * (-a["decay"]).exp()))
         z = ps[-1].z + k.exp()
@@ -433,7 +445,6 @@ def operator_call(family, backend="", seed=0, T=12):
     {argument: tensor}, state after the call), all float64. Raises RuntimeError unless the mixer calls it exactly once.
     """
     config = model.ModelConfig(model=family, n_layer=1, n_head=2, n_embd=32, d_state=8, vocab_size=64, backend=backend)
-    calls = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         branch = model.LM(config).layers[0].branches[0]
@@ -441,34 +452,21 @@ def operator_call(family, backend="", seed=0, T=12):
             weight.normal_(0.0, 0.5)
         name, module = branch.mixer.operator, sys.modules[type(branch.mixer).__module__]
         op = getattr(module, name)
-
-        def record(*args, **given):
-            result = op(*args, **given)
-            calls.append((inspect.signature(op).bind(*args, **given).arguments, result[1]))
-            return result
-
         _, state = branch.mixer(torch.randn(1, T, 32), branch.initial_state(1, "cpu"))
-        with mock.patch.object(module, name, record):
+        with mock.patch.object(module, name, wraps=op) as spy:
             branch.mixer(torch.randn(1, T, 32), state)
-    if len(calls) != 1:
-        raise RuntimeError(f"{family}: its mixer called {name} {len(calls)} times, not once")
-    (arguments, state), = calls
-    return name, {key: wide(value) for key, value in arguments.items()}, wide(state)
-
-
-def wide(value):
-    """A tensor, or each of a tuple, as float64; anything else as it is."""
-    if isinstance(value, torch.Tensor):
-        return value.double()
-    if isinstance(value, (tuple, list)):
-        return tuple(map(wide, value))
-    return value
+    if spy.call_count != 1:
+        raise RuntimeError(f"{family}: its mixer called {name} {spy.call_count} times, not once")
+    call = inspect.signature(op).bind(*spy.call_args.args, **spy.call_args.kwargs)
+    _, state = op(*call.args, **call.kwargs)
+    return name, map_tensors(torch.Tensor.double, call.arguments), map_tensors(torch.Tensor.double, state)
 
 
 def mixer_off(family, update, backend=""):
     """Relative difference, in the 2-norm, between the last states of `family`'s mixer and of `update` step by step."""
     name, arguments, state = operator_call(family, backend)
-    got, true = [], []
+    got = []
+    true = []
     for S, after, k, x, ps in SEQUENCES[name](arguments, state):
         for t, p in enumerate(ps):
             S = update(S, k[t], x[t], p)
@@ -485,18 +483,14 @@ def read_update(path):
     note, L and S. Raises ConfigError."""
     path = regular(path)
     try:
-        module = runpy.run_path(str(path))
+        given = runpy.run_path(str(path))
     except (Exception, SystemExit) as error:
         raise ConfigError(f"--add={path}: it does not run ({type(error).__name__}: {error})") from error
-    for function, arguments in (("objective", "S, S_prev, k, x, p"), ("update", "S_prev, k, x, p")):
-        if not callable(module.get(function)):
-            raise ConfigError(f"--add={path}: defines no function {function}({arguments})")
-    name = str(module.get("name", path.stem))
-    if name in ROW:
-        raise ConfigError(f"--add={path}: a row named {name!r} already exists: set another name = \"...\"")
-    return Update(name, L=str(module.get("L", f"objective in {path.name}")),
-                  S=str(module.get("S", f"update in {path.name}")), objective=module["objective"],
-                  update=module["update"], source="you", note=str(module.get("note", "")), added=True)
+    if not {"objective", "update"} <= given.keys():
+        raise ConfigError(f"--add={path}: define objective(S, S_prev, k, x, p) and update(S_prev, k, x, p)")
+    words = {"name": path.stem, "L": f"objective in {path.name}", "S": f"update in {path.name}", "note": ""}
+    words = {key: str(given.get(key, word)) for key, word in words.items()}
+    return Update(**words, objective=given["objective"], update=given["update"], source="you", added=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- output
@@ -571,16 +565,17 @@ def draw(record, path):
 
 # ----------------------------------------------------------------------------------------------------------------- main
 
-def measure(rows, draw_count, streams, seed):
+def measure(rows, seed):
     """Everything that the tables and the figure show, as a record."""
-    checks, diagonal = [], []
+    checks = []
+    diagonal = []
     for row in rows:
         off = {family: mixer_off(family, row.update) for family in row.mixers}
         checks.append({"name": row.name, "claimed_by": row.source, "expected": row.holds, "mixers": off,
-                       **check(row, draw_count, seed)})
+                       **check(row, DRAWS, seed)})
     for N, writes, cosine in itertools.product((1, 4, 16, 64), (1 / 3, 0.9), COSINES):
-        diagonal.append(diagonal_cost(N, cosine, writes, streams if N < 64 else streams // 2, seed))
-    return {"draws": draw_count, "streams": streams, "seed": seed, "checks": checks, "diagonal": diagonal}
+        diagonal.append(diagonal_cost(N, cosine, writes, STREAMS if N < 64 else STREAMS // 2, seed))
+    return {"draws": DRAWS, "streams": STREAMS, "seed": seed, "checks": checks, "diagonal": diagonal}
 
 
 def unexpected(record, rows):
@@ -602,7 +597,6 @@ class Options:
     add: list[Path] = ()  # Python files with objective(S, S_prev, k, x, p), update(S_prev, k, x, p) and, optionally,
     # name, note, L and S (the formulas)
     seed: Seed = 0  # seed of draws and streams
-    quick: bool = False  # 12 draws instead of 48, 2 streams instead of 4
     out: Path = None  # record file (out/online_learning.json); a .md and .png go beside it
     save: bool = False  # write them to results/online_learning.json, .md and .png
 
@@ -617,8 +611,7 @@ def main(argv):
     record = new_record("online_learning")
     head = f"{headline(record)}, seed {args.seed}"
     print(f"{head}\n")
-    draw_count, streams = (12, 2) if args.quick else (48, 4)
-    record |= measure(rows, draw_count, streams, args.seed)
+    record |= measure(rows, args.seed)
     record |= {"finished": True, "run_seconds": time.perf_counter() - began}
     text, wrong = "\n".join(report(record, rows)), unexpected(record, rows)
     print(f"{text}\n\n{record['run_seconds']:.0f} seconds")

@@ -7,8 +7,6 @@ import functools
 import inspect
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -23,12 +21,6 @@ from tools import parameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DRAWS = 5
-
-
-def draw(N=4, d=3, seed=0, **given):
-    g = torch.Generator().manual_seed(seed)
-    normal = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
-    return normal(d, N), normal(N), normal(d), ol.settings(d, N, **given)
 
 
 @pytest.mark.parametrize("name", ROW)
@@ -49,7 +41,7 @@ def test_the_claim_is_as_the_table_says_and_a_millionth_is_seen(name):
 
 def test_an_update_that_is_wrong_for_long_keys_alone_does_not_pass():
     update = lambda S, k, x, p: ol.longhorn_exact(S, k, x, p) * (1 + (k.norm() > 5))
-    assert not ol.check(replace(ROW["Longhorn, Eq. 6"], update=update), 24, seed=1)["minimises"]
+    assert not ol.check(replace(ROW["Longhorn, Eq. 6"], update=update), 9, seed=1)["minimises"]
 
 
 def test_minimiser_finds_a_minimum_that_is_known():
@@ -69,7 +61,7 @@ def test_minimiser_finds_a_minimum_that_is_known():
     (lambda S, S_prev, k, x, p: (S - S_prev).pow(3).sum(), "NO"),
     (lambda S, S_prev, k, x, p: (S - S_prev).abs().sum() + 0.1 * S.square().sum(), "no")])
 def test_objectives_without_a_minimum_to_find_are_not_passed(loss, says):
-    checked = ol.check(replace(ROW["linear attention"], objective=loss), 4, seed=0)
+    checked = ol.check(replace(ROW["linear attention"], objective=loss), 2, seed=0)
     assert not checked["minimises"] and not checked["found"] and says in ol.verdict(checked)
 
 
@@ -83,6 +75,7 @@ def test_draws_reach_the_extremes():
 
 
 def test_every_recurrent_family_has_a_row():
+    assert ol.families  # its import adds those of mixers.py and of the folder
     rows = [f for row in UPDATES for f in row.mixers]
     assert set(parameters.TABLE1) - {"llama"} <= set(rows) <= set(model.FAMILIES) and len(rows) == len(set(rows))
 
@@ -95,12 +88,6 @@ def test_mixer_is_the_update_of_its_row(family):
     others = {"longhorn": ol.longhorn_exact, "longhorn_exact": ol.longhorn,
               "rwkv4": lambda S, k, x, p: 0.5 * S + 0.5 * x}
     assert ol.mixer_off(family, others.get(family, ol.linear_attention)) > 100 * ol.MIXER_HOLDS
-
-
-def test_all_families_are_there_in_a_process_of_its_own():
-    """The tests import families themselves; the program must too."""
-    code = "from experiments import objectives as ol; ol.operator_call('rwkv4', 'torch')"
-    subprocess.run([sys.executable, "-c", code], cwd=ol.ROOT, check=True)
 
 
 def test_a_changed_mixer_is_seen(monkeypatch):
@@ -117,16 +104,19 @@ def test_a_changed_mixer_is_seen(monkeypatch):
 def test_what_the_diagonal_costs():
     """By hand, where the minimiser that knows no update takes the place of Eq. 6."""
     assert abs(ol.diagonal_cost(1, 0.5, 1 / 3, 1, 0)["missed"]) < 1e-12  # one key has no others to disturb
-    keys, values = ol.make_pairs(64, 8, 4, 0.5, torch.Generator().manual_seed(0))
+    keys, values = ol.make_pairs(64, 2, 4, 0.5, torch.Generator().manual_seed(0))
     assert (keys.norm(dim=1) - 1).abs().max() < 1e-12 and (keys @ keys.T).mean() == pytest.approx(0.5, abs=0.1)
-    S, p, left, possible = torch.zeros(8, 4).double(), ol.settings(8, 4), 0.0, 0.0
+    S, p = torch.zeros(2, 4).double(), ol.settings(2, 4)
+    left = 0.0
+    possible = 0.0
     for t, (k, x) in enumerate(zip(keys, values, strict=True)):  # of length 1 a key writes a third: 0.5 / (1 + 0.5)
         before, S = S, ol.longhorn(S, k, x, p)
         if t >= 32:
             loss = functools.partial(ol.longhorn_loss, S_prev=before, k=k, x=x, p=p)
             least = loss(ol.minimise(ol.longhorn_loss, before, before, k, x, p)[0])
-            left, possible = left + loss(S) - least, possible + loss(before) - least
-    missed = ol.diagonal_cost(4, 0.5, 1 / 3, 1, 0)["missed"]
+            left += loss(S) - least
+            possible += loss(before) - least
+    missed = ol.diagonal_cost(4, 0.5, 1 / 3, 1, 0, d=2)["missed"]
     assert missed == pytest.approx((left / possible).item(), rel=1e-9)
 
 
@@ -147,10 +137,13 @@ def test_an_added_file_goes_through_everything(tmp_path, monkeypatch, capsys):
     added, out = tmp_path / "added.py", tmp_path / "new" / "record.json"
     added.write_text(FILE)
     monkeypatch.setattr(ol, "UPDATES", [ROW[n] for n in ("linear attention", "Longhorn, Eq. 6", "Longhorn, Eq. 7")])
-    assert ol.main(["--quick", f"--add={added}", f"--out={out}"]) == 0
+    monkeypatch.setattr(ol, "DRAWS", 6)
+    monkeypatch.setattr(ol, "STREAMS", 2)
+    monkeypatch.setattr(ol, "COSINES", (0.0, 0.5))
+    assert ol.main([f"--add={added}", f"--out={out}"]) == 0
     printed, record = capsys.readouterr().out, json.loads(out.read_text())
     assert record["benchmark"] == "online_learning" and record["finished"]
-    assert [c["minimises"] for c in record["checks"]] == [True, True, False, True] and record["draws"] == 12
+    assert [c["minimises"] for c in record["checks"]] == [True, True, False, True] and record["draws"] == 6
     assert record["checks"][-1]["name"] == "Longhorn that forgets" and record["checks"][-1]["off"] < 1e-12
     markdown = out.with_suffix(".md").read_text()
     assert markdown.strip() in printed
@@ -159,7 +152,7 @@ def test_an_added_file_goes_through_everything(tmp_path, monkeypatch, capsys):
     assert [cell.strip() for cell in row[3:6]] == ["NO", *(f"{value:.0e}" for value in off)]
     row, = (line.split("|") for line in markdown.splitlines() if line.startswith("| 16 | 0.90"))
     missed = [c["missed"] for c in record["diagonal"] if c["N"] == 16 and c["writes"] == 0.9]
-    assert [float(cell) for cell in row[3:8]] == pytest.approx(missed, abs=0.005)
+    assert [float(cell) for cell in row[3:5]] == pytest.approx(missed, abs=0.005)
     assert out.with_suffix(".png").stat().st_size > 20_000
 
 
@@ -176,18 +169,19 @@ def test_what_contradicts_the_file_is_said_and_is_an_error(tmp_path, monkeypatch
     assert first.startswith("linear attention: the update is not") and "longhorn: its mixer differs by nan" in second
     broken = replace(ROW["linear attention"], update=ol.retnet)
     monkeypatch.setattr(ol, "UPDATES", [broken])
+    monkeypatch.setattr(ol, "DRAWS", 3)
     monkeypatch.setattr(ol, "COSINES", ())
-    assert ol.main(["--quick", f"--out={tmp_path}/a.json"]) == 1
+    monkeypatch.setattr(ol.figures, "draw", lambda panels, path: None)
+    assert ol.main([f"--out={tmp_path}/a.json"]) == 1
     assert "contrary to this file's claim" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("old, new, word", [
     ("    return S + torch.outer", "    S_prev += 1; return S + torch.outer", "in place"),
-    ("    return S + torch.outer(", "    return (S / 0) + torch.outer(", "finite"),
+    ("    return S + torch.outer(", "    return (S / 0) + torch.outer(", "inf"),
     ("    S = p.gamma * S_prev\n", "    return S_prev.float()\n", "torch.float32"),
-    ("(S @ k - x).square()).sum()", "(S @ k - x).square())", "single number"),
-    ("def objective(", "def loss(", "no function objective"),
-    ('"Longhorn that forgets"', '"RetNet"', "already exists"),
+    ("(S @ k - x).square()).sum()", "(S @ k - x).square())", r"of shape \(\)"),
+    ("def objective(", "def loss(", "define objective"),
     ("def objective(", "import nowhere\ndef objective(", "nowhere")])
 def test_a_mistake_in_an_added_file_is_one_line(tmp_path, old, new, word):
     assert old in FILE
