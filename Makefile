@@ -49,7 +49,7 @@ eval: $(VENV)/main $(VENV)/eval
 
 # The fault tests in their long form, in one process.
 chaos: $(VENV)/main $(VENV)/test
-	LONGHORN_CHAOS=1 $(PY) -m pytest -v -rs tests/test_chaos.py tests/test_distributed.py tests/test_fuzz.py tests/test_vision.py $(ARGS)
+	LONGHORN_CHAOS=1 $(PY) -m pytest -v -rs tests/test_chaos.py tests/test_distributed.py tests/test_fuzz.py $(ARGS)
 
 # Sets up a Slurm of this machine for as long as the tests run, see the script; LONGHORN_CHAOS=1: 20 faults and more.
 slurm: $(VENV)/main $(VENV)/test $(VENV)/cluster

@@ -6,7 +6,6 @@ import itertools
 import multiprocessing
 import os
 import re
-import runpy
 import shutil
 import signal
 import sys
@@ -25,10 +24,10 @@ from helpers import (
     assert_same_training,
     events,
     log_lines,
-    losses,
     no_picture,
     record,
     refuse,
+    run,
     saved,
     state,
     succeed,
@@ -39,25 +38,22 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import configurator
 from data import images
-from experiments import records
+from experiments import figures, records
 from experiments.vision import report
 from experiments.vision import sweep as sweep_of_images
 from experiments.vision.classify import Evaluate, Vision, VisionConfig, build_model
 from inspection import counting
 from kernels.scan import longhorn_scan
 from model import Longhorn, Mamba
-from runtime import signals
+from runtime import distributed, signals
 
 PROGRAM = "experiments/vision/classify.py"
+run = functools.partial(run, program=PROGRAM)
 succeed = functools.partial(succeed, program=PROGRAM, draw_loss=no_picture)
 refuse = functools.partial(refuse, program=PROGRAM)
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "d_state": 4, "max_iters": 12, "eval_interval": 5, "log_interval": 1,
          "device": "cpu", "dtype": "float32"}
-
-
-def classify(argv):
-    runpy.run_path(PROGRAM, run_name="__main__")
 
 
 def config_of(file="vil_digits", classes=10, **changes):
@@ -273,12 +269,13 @@ def test_crops_are_other_ones_in_each_epoch_and_none_in_validation():
     def raw(split, rows):
         return torch.from_numpy(np.stack([split.open(i) for i in rows])[:, None] / np.float32(127.5)) - 1
 
-    c = small(batch_images=1347, min_crop=0.3, mirror=True, max_iters=2, eval_crop=1.0)
+    c = small(batch_images=150, min_crop=0.3, mirror=True, max_iters=2, eval_crop=1.0)
     data, seen = images.ImageData(c, torch.device("cpu")), []
+    data.train.labels, data.steps_per_epoch = data.train.labels[:150], 1
     for epoch in (0, 1):
-        ((x, _, _),) = data.micro_batches(epoch, 0, 1, 1347)
-        seen.append(x[images.epoch_order(1337, epoch, 1347, 1).argsort()])  # in the order of the files
-    for other in (seen[1], raw(data.train, range(1347))):
+        ((x, _, _),) = data.micro_batches(epoch, 0, 1, 150)
+        seen.append(x[images.epoch_order(1337, epoch, 150, 1).argsort()])  # in the order of the files
+    for other in (seen[1], raw(data.train, range(150))):
         assert torch.isclose(seen[0], other, atol=1e-5).flatten(1).all(1).float().mean() < 0.1
     for rows, x, _ in data.eval_batches(np.arange(1, 450, 60), 3):
         torch.testing.assert_close(x, raw(data.val, rows))
@@ -369,43 +366,49 @@ def test_the_records_of_a_run(whole):
 
 
 def test_fine_tuning_begins_with_the_old_weights_and_an_average_of_them(whole, tmp_path):
-    succeed(arguments(tmp_path / "run", ema=0.9, max_iters=1, learning_rate=1e-30, self_check="off",
-                      init_from=whole[0]))
+    """For two epochs of one step each."""
+    succeed(arguments(tmp_path / "run", ema=0.9, batch_images=1000, epochs=2, max_iters=0, learning_rate=1e-30,
+                      self_check="off", init_from=whole[0]))
     before, after = record(whole[0]), record(tmp_path / "run")
     assert after["val_loss"] == before["val_loss"] == pytest.approx(after["ema_loss"], rel=1e-6) != before["ema_loss"]
-
-
-def test_a_run_is_as_long_as_its_epochs(tmp_path):
-    succeed(arguments(tmp_path / "run", n_layer=1, batch_images=600, epochs=2, max_iters=0, self_check="off"))
     derived = record(tmp_path / "run", "config")["derived"]
-    assert record(tmp_path / "run")["steps"] == 4 and (derived["steps_per_epoch"], derived["epochs"]) == (2, 2)
+    assert after["steps"] == 2 and (derived["steps_per_epoch"], derived["epochs"]) == (1, 2)
 
 
-def test_killed_and_resumed_bit_for_bit(whole, tmp_path, launch):
+def test_stopped_and_resumed_bit_for_bit(whole, tmp_path, monkeypatch):
     out, parts = whole[0], tmp_path / "whole"
     argv = arguments(parts, ema=0.9, drop_path=0.3, checkpoint_interval=2, self_check="off")
-    process = launch(argv, hold=[("step", 5)], main=classify)
-    assert process.held() and (parts / "checkpoint.safetensors").exists()
-    process.send(signal.SIGKILL)
-    assert process.end() == [-signal.SIGKILL] and not (parts / "result.json").exists()
+    ask = images.ImageData.ask
+
+    def stop(data, step, *given):
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return ask(data, step, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(images.ImageData, "ask", stop)
+        run(argv)
+    assert not (parts / "result.json").exists() and max(events(parts)) == 4
     succeed([*argv, "--resume=auto"])
     assert log_lines(parts) == log_lines(out)
     assert_same_training(parts, out)
     assert saved(parts)[0]["model._extra_state"].numel() > 1000  # the average
 
 
-def test_two_processes_train_as_one_does(tmp_path, launch):
-    argv = lambda out, size: arguments(tmp_path / out, batch_images=63, micro_batch_size=size, n_layer=1, max_iters=6,
-                                       ema=0.5, eval_interval=6, self_check="off")  # 32 and 31
-    process = launch(argv("two", 63), 2, main=classify)
-    succeed(argv("one", 20))
-    assert process.end() == [0, 0], process.said()
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=2e-4)
-    one, two = ([record(tmp_path / name)[key] for key in ("val_loss", "ema_loss")] for name in ("one", "two"))
-    assert two == pytest.approx(one, rel=2e-4) != one[::-1]
+def test_processes_share_the_validation_images(monkeypatch):
+    data, answers = images.ImageData(small(), torch.device("cpu")), []
+    model, evaluate = build_model(small(), "cpu"), Evaluate(small(), data)
+    whole = evaluate.outcome(model)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    for rank in (0, 1):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(distributed, "sum_over_ranks", lambda a, device: answers.append(a) or sum(answers))
+        shared = evaluate.outcome(model)
+    assert shared == pytest.approx(whole, rel=1e-6) and all(0 < (a != 0).sum() < 700 for a in answers)
 
 
-def test_a_sweep_and_its_report(tmp_path):
+def test_a_sweep_and_its_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "draw", lambda panels, path, style: path.touch())
     short = [f"--{k}={v}" for k, v in {**SMALL, "self_check": "off", "max_iters": 2}.items() if k != "n_layer"]
     cells = sweep_of_images.cells_of("digits", (1, 2), short)
     assert len({c.name for c in cells}) == len(cells) == 18

@@ -38,7 +38,7 @@ from data.images import ImageData  # noqa: E402
 from initialisation import constant, dense, draw, linear, normal, parameter, to_residual  # noqa: E402
 from inspection import counting  # noqa: E402
 from kernels.ops import rms_norm  # noqa: E402
-from model import BACKENDS, LM, Branch, Layer, Longhorn, Mamba, RMSNorm, split_heads  # noqa: E402
+from model import LM, Branch, Layer, Longhorn, Mamba, RMSNorm, check_sizes, split_heads  # noqa: E402
 from runtime import checkpoint, distributed  # noqa: E402
 
 
@@ -200,22 +200,20 @@ class Vision(LM):
 
     def __init__(self, config):
         nn.Module.__init__(self)
-        for name in ("n_layer", "n_head", "n_embd", "image_size", "patch_size", "d_state", "d_conv", "expand"):
-            if getattr(config, name) < 1:
-                raise ValueError(f"{name} {getattr(config, name)} must be at least 1")
-        if config.model not in FAMILIES or config.backend not in BACKENDS:
-            raise ValueError(f"unknown model {config.model!r} or backend {config.backend!r}: choose a model of "
-                             f"{', '.join(FAMILIES)}, and a backend of {', '.join(BACKENDS[1:])}, or none")
+        if config.model not in FAMILIES:
+            raise ValueError(f"unknown model {config.model!r}: choose one of {', '.join(FAMILIES)}")
         if config.image_size % config.patch_size:
             raise ValueError(f"image_size {config.image_size} is not a multiple of patch_size {config.patch_size}: "
                              "choose another of the two")
+        config = replace(config, block_size=tokens_of(config))
+        check_sizes(config)
         seed = torch.randint(2**31, ())  # first: constructors of PyTorch use up random numbers
         d, self.config, self.average = config.n_embd, config, None
         norm = NORMS.get(config.model, RMSNorm)
         pixels = config.channels * config.patch_size**2
         self.embed = linear(pixels, d, start=dense(pixels), bias=constant(0.0))
         self.token = parameter(d, start=normal(0.02))
-        self.patch_positions = parameter(tokens_of(config), d, start=normal(0.02))
+        self.patch_positions = parameter(config.block_size, d, start=normal(0.02))
         self.positions = None  # LM's
         blocks = [Layer(config, FAMILIES[config.model], i, norm, ImageBranch) for i in range(config.n_layer)]
         self.layers = nn.ModuleList(branch for block in blocks for branch in block.branches)  # checkpoints' names
@@ -265,7 +263,7 @@ class Vision(LM):
 
     def forward_flops(self, T):
         """FLOPs per token; there are T - 1 patches, and the head runs on one token."""
-        T = tokens_of(self.config)
+        T = self.config.block_size
         maps = counting.forward_flops([self.embed], T) * (T - 1) + counting.forward_flops([self.head], T)
         return counting.forward_flops(self.layers.modules(), T) + maps / T
 

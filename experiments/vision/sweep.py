@@ -59,26 +59,26 @@ def speed(cells, rounds=7):
     from experiments.vision.classify import VisionConfig, build_model
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    clock, threads = (time.perf_counter if device.type == "cuda" else time.process_time), torch.get_num_threads()
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    steps, speeds = {}, {}
-    for cell in {variant_of(c.at): c for c in cells}.values():
+    models = {}
+    for name, cell in {variant_of(c.at): c for c in cells}.items():
         config = configurator.load(VisionConfig, cell.argv)
         config.vocab_size = 10
-        model = build_model(config, device)
-        x = torch.randn(config.micro_batch_size, config.channels, *[config.image_size] * 2, device=device)
-        y = torch.arange(len(x), device=device) % 10
-        steps[variant_of(cell.at)] = lambda model=model, x=x, y=y: model(x, y, loss_only=True)[1].backward()
-    for turn in range(rounds + 1):
-        for name, step in steps.items():
+        models[name] = build_model(config, device)
+    x = torch.randn(config.micro_batch_size, config.channels, config.image_size, config.image_size, device=device)
+    y = torch.arange(len(x), device=device) % 10
+    seconds = {name: [] for name in models}
+    for _ in range(rounds + 1):  # the first is a warmup
+        for name, model in models.items():
             began = clock()
-            step()
+            model(x, y, loss_only=True)[1].backward()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            if turn:
-                speeds.setdefault(name, []).append(clock() - began)
+            seconds[name].append(clock() - began)
     torch.set_num_threads(threads)
-    return {name: round(len(x) / statistics.median(seconds)) for name, seconds in speeds.items()}
+    return {name: round(len(x) / statistics.median(taken[1:])) for name, taken in seconds.items()}
 
 
 # -------------------------------------------------------------------------------------------------------- command line
