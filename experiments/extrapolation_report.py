@@ -15,7 +15,7 @@ from experiments.pages import DASH, escaped, table
 PERPLEXITY = """\
 Perplexity; in brackets the loss minus the loss at the training length (or else the shortest), in nats, paired, with its
 standard error over seeds, as for the loss, or over sequences where there is one seed. In the figure, training lengths
-are dashed, and the standard error is that over sequences."""
+are dashed, and the bands are these errors."""
 COSTS = {"run": "{name}", "T": "{length}", "state at the shortest T, MiB per sequence": "{first_state:.3f}",
          "at this T": "{state:.3f}", "peak, MiB": "{peak:.0f}", "tokens/s": "{tokens_per_second:,.0f}",
          "RMS of the state at the training length": "{rms_trained:.3g}", "RMS at this T": "{rms:.3g}"}
@@ -127,16 +127,16 @@ def panels(groups):
     of_place = []
     trained = set()
     for name, seeds in groups.items():
-        for r in seeds:
-            trained.add(r.block_size)
-            label = name if r is seeds[0] else ""
-            lengths, losses, errors = ([x[key] for x in r.lengths] for key in ("length", "loss", "loss_standard_error"))
-            of_length.append(Curve(name, label, lengths, *map(np.exp, interval(losses, errors))))
-            by = r.lengths[-1].get("difference_by_place")
-            if by:
-                middles = [math.sqrt(max(1, low) * high) for low, high in itertools.pairwise(by["edges"])]
-                around = interval(by["difference"], by["difference_standard_error"])
-                of_place.append(Curve(name, label, middles, *around))
+        trained.update(r.block_size for r in seeds)
+        lengths = [x["length"] for x in min((r.lengths for r in seeds), key=len)]  # that all seeds have read
+        read = [r.lengths[:len(lengths)] for r in seeds]
+        losses = over_seeds(read, lambda lengths, key: [x[f"loss{key}"] for x in lengths])
+        of_length.append(Curve(name, name, lengths, *map(np.exp, losses)))
+        last = [lengths[-1].get("difference_by_place") for lengths in read]
+        if all(last):
+            middles = [math.sqrt(max(1, low) * high) for low, high in itertools.pairwise(last[0]["edges"])]
+            gains = over_seeds(last, lambda by, key: by[f"difference{key}"])
+            of_place.append(Curve(name, name, middles, *gains))
     drawn = [Panel("Perplexity", "sequence length T", "perplexity", of_length, "xy", trained)]
     if of_place:
         drawn.append(Panel("Gain from the longer past", "place in the longest sequence",
@@ -144,11 +144,16 @@ def panels(groups):
     return drawn
 
 
-def interval(y, error):
-    """(y, low, high)"""
-    y = np.array(y, float)  # None is NaN, a hole
-    error = np.array(error, float)
-    return y, y - error, y + error
+def over_seeds(records, values_of):
+    """(mean, low, high) over seeds: plus and minus the standard error, or of one seed that over its sequences.
+
+    values_of(record, ""), values_of(record, "_standard_error"): the values of a seed, and their errors.
+    """
+    mean, error = mean_and_error([values_of(record, "") for record in records])
+    if len(records) == 1:
+        error = values_of(records[0], "_standard_error")
+    mean, error = np.array(mean, float), np.array(error, float)  # None is NaN, a hole
+    return mean, mean - error, mean + error
 
 
 write = functools.partial(pages.report, "extrapolation", "Extrapolation", page)

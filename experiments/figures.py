@@ -90,8 +90,9 @@ def draw(panels, path, style=None):
     rows = math.ceil(len(panels) / columns)
     most = max(len(panel.curves) for panel in panels)
     height = max(3.4, 0.26 * most)
+    width = 3.6 + 0.066 * max(len(curve.label) for panel in panels for curve in panel.curves)
     with plt.style.context([STYLE, *([str(style)] if style else [])]):
-        drawn, grid = plt.subplots(rows, columns, figsize=(5.2 * columns, height * rows), squeeze=False,
+        drawn, grid = plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False,
                                    layout="constrained")
         for axes, panel in itertools.zip_longest(grid.flat, panels):
             if panel is None:
