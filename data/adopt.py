@@ -4,8 +4,8 @@
     python data/adopt.py FOLDER --tokenizer=gpt2                      # bytes, tiktoken:NAME, hf:NAME or hf:FOLDER
     python data/adopt.py FOLDER --vocab_size=50257                    # enough to train, but not to sample
 
-A .bin is ids alone, as numpy's tofile writes them; train.npy and val.npy of numpy.save are copied into such files. Of a
-meta.pkl only the characters are read: nothing in it is run.
+A .bin is ids alone, as numpy's tofile writes them; train.npy and val.npy of numpy.save, and llm.c's
+NAME_train_000001.bin, are copied into such files. Of a meta.pkl only the characters are read: nothing in it is run.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from data.writer import finish, preparing, run, token_dtype, write_split
 
 KNOWN = {"gpt2": (50_257, 50_256), "bytes": (256, 0)}  # tokenizer: tokens, the one that ends a document
 NPY = b"\x93NUMPY"
-LLM_C = (20240520, 20240801)  # the first four bytes of its files, as an int32
+LLM_C = {20240520: "uint16", 20240801: "uint32"}  # the first int32 of its files: how they hold their tokens
 
 
 def adopt(folder, vocab_size=None, dtype=None, tokenizer=None, bytes_per_token=None):
@@ -53,7 +53,7 @@ def adopt(folder, vocab_size=None, dtype=None, tokenizer=None, bytes_per_token=N
         if (folder / "meta.json").exists():
             raise DataError(f"{folder / 'meta.json'} already exists: remove it if it does not describe these files")
         for split in SPLITS:
-            copy_npy(folder, split, vocab_size)
+            copy_foreign(folder, split, vocab_size)
         meta = {
             "dataset": folder.resolve().name,
             **about,
@@ -110,19 +110,37 @@ def characters_of(path):
                         ) from None
 
 
-def copy_npy(folder, split, vocab_size):
-    """Write SPLIT.bin from SPLIT.npy, if there is one. Raises DataError."""
-    path = folder / f"{split}.npy"
-    if not path.exists():
-        return
+def copy_foreign(folder, split, vocab_size):
+    """Write SPLIT.bin from SPLIT.npy, or llm.c's *_SPLIT*.bin in order, if there are any. Raises DataError."""
+    npy = folder / f"{split}.npy"
+    parts = [read_npy(npy)] if npy.exists() else []
+    parts += filter(len, map(read_llm_c, sorted(folder.glob(f"*_{split}*.bin"))))
+    if parts:
+        chunks = (part[start:start + 2**20] for part in parts for start in range(0, len(part), 2**20))
+        write_split(folder / f"{split}.bin", chunks, vocab_size)
+
+
+def read_npy(path):
+    """The tokens of a file of numpy.save. Raises DataError."""
     try:
         tokens = np.load(path, mmap_mode="r")
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(f"it has shape {tokens.shape} and {tokens.dtype}")
+        return tokens
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path} is not a row of integers ({error}): save tokens.reshape(-1)") from None
-    chunks = (tokens[start:start + 2**20] for start in range(0, len(tokens), 2**20))
-    write_split(folder / f"{split}.bin", chunks, vocab_size)
+
+
+def read_llm_c(path):
+    """The tokens of a file of llm.c: 256 int32, of which the third is their number, and then they; () of others.
+    Raises DataError."""
+    header = np.fromfile(path, np.int32, 256)
+    if len(header) < 256 or header[0] not in LLM_C:
+        return ()
+    tokens = np.memmap(path, LLM_C[header[0]], "r", header.nbytes)
+    if len(tokens) != header[2]:
+        raise DataError(f"{path} holds {len(tokens):,} tokens, and {header[2]:,} by its header: fetch it again")
+    return tokens
 
 
 def _refuse_halves(folder):
@@ -139,7 +157,7 @@ def _refuse_headers(path, start):
     if start.startswith(NPY):
         raise DataError(f"{path} is a file of numpy.save: rename it to {path.stem}.npy")
     if int.from_bytes(start[:4], "little") in LLM_C:
-        raise DataError(f"{path} begins with the header of llm.c: cut it off each file, tail -c +1025 FILE")
+        raise DataError(f"{path} begins with the header of llm.c: rename it to llmc_{path.name}")
 
 
 def read_split(path, dtype, vocab_size):
