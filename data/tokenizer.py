@@ -196,8 +196,9 @@ class Text:
                 raise DataError(f"the tokenizer {tokenizer} has no characters: its text, or its table, is empty")
             self.ids = {c: i for i, c in enumerate(table)}
         elif self.kind != "bytes":
-            raise DataError(f"the tokenizer {tokenizer!r} is unknown: choose bytes, gpt2, char, tiktoken:NAME or "
-                            "hf:NAME")
+            file = f", here hf:{tokenizer}" if Path(tokenizer).exists() else ""
+            raise DataError(f"the tokenizer {tokenizer!r} is unknown: choose bytes, gpt2, chars, tiktoken:NAME or "
+                            f"hf:NAME{file}")
         if end_of_text and self.kind != "hf":
             raise DataError(f"--end_of_text={end_of_text}: only for hf: tokenizers, {self.name} has its own")
         self.begin()

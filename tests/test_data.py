@@ -473,6 +473,20 @@ def test_adopt_nanogpts_characters(tmp_path):
     assert tokens.train.tolist() == [1, 2, 0] and tokens.val.tolist() == [2, 1, 2, 0]
 
 
+@pytest.mark.parametrize("magic, dtype", [(20240520, np.uint16), (20240801, np.uint32)])
+def test_adopt_llm_cs_files(tmp_path, magic, dtype):
+    """In the order of their names; a number of tokens that the header does not say is refused."""
+    for name, ids, count in ("a_train_000002", [7], 1), ("a_train_000001", [5, 6], 2), ("a_val_000000", [8, 9], 3):
+        header = np.zeros(256, np.int32)
+        header[[0, 2]] = magic, count
+        (tmp_path / f"{name}.bin").write_bytes(header.tobytes() + np.array(ids, dtype).tobytes())
+    rejected(lambda: adopt(tmp_path, tokenizer="gpt2"), "a_val_000000.bin holds 2 tokens, and 3 by its header")
+    header[2] = 2
+    (tmp_path / "a_val_000000.bin").write_bytes(header.tobytes() + np.array(ids, dtype).tobytes())
+    tokens = adopt(tmp_path, tokenizer="gpt2")
+    assert tokens.train.tolist() == [5, 6, 7] and tokens.val.tolist() == [8, 9]
+
+
 @pytest.mark.parametrize("train, dtype, how, words", [
     ([5], np.uint16, {"vocab_size": 5}, "train.bin holds token id 5 as uint16, outside a vocabulary of 5"),
     ([5] * 3, np.uint16, {"vocab_size": 70_000}, "train.bin is 6 bytes, not a whole number of uint32"),
@@ -697,7 +711,7 @@ def test_encodings(small_units, tmp_path, prepare, content, encoding, text):
 
 
 @pytest.mark.parametrize("separator, between", [("<|endoftext|>", "\n<|endoftext|>\n"), (r"\n\n", "\n\n\n"),
-                                                ("\n--\n", "\r\n\n--\n")])
+                                                (r"\n\n", "\r\n\r\n"), ("\n--\n", "\r\n\n--\n")])
 def test_documents_between_separators(tmp_path, prepare, monkeypatch, separator, between):
     """However the file falls into parts; nothing of empty documents, and of line breaks beside a separator."""
     texts = [text.strip().replace("<|endoftext|>", "") for text in documents(60)] + ["x" * 99]

@@ -15,6 +15,7 @@ import functools
 import itertools
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -347,19 +348,25 @@ def decoded(stream, encoding):
             yield decoder.decode(chunk, final=not chunk)
         except UnicodeError as error:
             byte = place - before + getattr(error, "start", 0)
-            raise ValueError(f"byte {byte:,} is not {name}: give --encoding, latin-1 or cp1252 say") from None
+            remedy = "give --encoding, latin-1 or cp1252 say"
+            if bom:
+                remedy = "its byte order mark says that it is, so save it anew"
+            elif encoding:
+                remedy = "give another --encoding"
+            raise ValueError(f"byte {byte:,} is not {name}: {remedy}") from None
         place += len(chunk)
 
 
 def split_at(chunks, separator):
     """The (part, whether a document ends with it) of text; line breaks beside a separator belong to it."""
     text, begins = "", True
+    mark = re.compile(re.escape(separator).replace("\\\n", "\r?\n"))  # lines may end as on Windows
     for chunk in chunks:
-        *whole, text = (text + chunk).split(separator)
+        *whole, text = mark.split(text + chunk)
         for part in whole:
             yield (part.lstrip("\r\n") if begins else part).rstrip("\r\n"), True
             begins = True
-        known = text[:max(0, len(text) - len(separator))].rstrip("\r\n")  # no beginning of a separator
+        known = text[:max(0, len(text) - 2 * len(separator))].rstrip("\r\n")  # no beginning of a separator
         if known:
             yield known.lstrip("\r\n") if begins else known, False
             text = text[len(known):]
