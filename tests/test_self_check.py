@@ -392,36 +392,25 @@ def library_bodies():
     def causal_conv1d_fn(x, weight, bias, activation):
         return ops.causal_conv1d(x.transpose(1, 2), weight, bias, silu=bool(activation)).transpose(1, 2)
 
-    def flash_attn_func(q, k, v, causal, window_size=(-1, -1)):
-        q, k, v = (a.transpose(1, 2) for a in (q, k, v))
-        return ops.attention(q, k, v, None if window_size[0] < 0 else window_size[0] + 1).transpose(1, 2)
-
     return {"gated_linear_attention": chunk_gla, "selective_scan": selective_scan_fn,
-            "causal_conv1d": causal_conv1d_fn, "attention": flash_attn_func}
+            "causal_conv1d": causal_conv1d_fn}
 
 
 @pytest.fixture
-def libraries(monkeypatch):
-    """The stand-ins, where this CPU is taken for the GPU that they need; and what was called."""
+def libraries(library):
+    """The stand-ins, and what was called."""
     bodies, called = library_bodies(), []
-
-    def load(op):
-        def function(*args, **kwargs):
+    for op in bodies:
+        def function(*args, op=op, **kwargs):
             called.append(op)
             with TF32():
                 return bodies[op](*args, **kwargs)
-        return function, None
-
-    monkeypatch.setattr(fused, "GPU", "cpu")
-    monkeypatch.setattr(fused, "load", load)
-    monkeypatch.setattr(fused, "call", lambda op, *args, **kwargs: load(op)[0](*args, **kwargs))
-    monkeypatch.setattr(build, "say_once", lambda line: None)
+        library(op, function)
     return SimpleNamespace(bodies=bodies, called=called)
 
 
 BY_LIBRARY = {  # family: (--backend, operators of libraries that train it)
-    "gla": ("", {"gated_linear_attention"}), "swa": ("fused", {"attention"}),
-    "mamba": ("fused", {"selective_scan", "causal_conv1d"})}
+    "gla": ("", {"gated_linear_attention"}), "mamba": ("fused", {"selective_scan", "causal_conv1d"})}
 
 
 def of_library(family):
@@ -434,13 +423,11 @@ def test_the_body_that_trains_is_compared_in_the_dtype_that_it_takes(family, lib
     line, trained = self_check(of_library(family), torch.bfloat16), set(libraries.called)
     assert trained == BY_LIBRARY[family][1] and rounding(line)
     libraries.called.clear()
-    if "attention" not in trained:  # which the user asks for, and cannot have
-        assert not rounding(self_check(of_library(family)))
-        assert set(libraries.called) == trained & {"selective_scan", "causal_conv1d"}
+    assert not rounding(self_check(of_library(family)))
+    assert set(libraries.called) == trained - {"gated_linear_attention"}
 
 
-@pytest.mark.parametrize("family,op", [("gla", "gated_linear_attention"), ("mamba", "causal_conv1d"),
-                                       ("swa", "attention")])
+@pytest.mark.parametrize("family,op", [("gla", "gated_linear_attention"), ("mamba", "causal_conv1d")])
 def test_a_sign_flipped_in_a_library_stops_in_a_line_that_names_its_function(family, op, libraries):
     body = libraries.bodies[op]
 
@@ -455,16 +442,16 @@ def test_a_sign_flipped_in_a_library_stops_in_a_line_that_names_its_function(fam
                     "train with --backend=cpu", stopped(of_library(family), torch.bfloat16))
 
 
-@pytest.mark.parametrize("family, target, line, instead, words", [
-    ("gla", "model.LM.forward", "F.linear(h, head.weight)  #",
+@pytest.mark.parametrize("target, line, instead, words", [
+    ("model.LM.forward", "F.linear(h, head.weight)  #",
      "F.linear(h * (1.1 if torch.is_autocast_enabled('cpu') else 1), head.weight)  #", "model.py: LM.forward,"),
-    ("gla", "model.GLA.forward", "y = self.out",
+    ("model.GLA.forward", "y = self.out",
      "y = (-1 if torch.is_autocast_enabled('cpu') and state is not None else 1) * self.out", GLA_STATE),
-    ("gla", "model.GLA.forward", "y = self.out",
+    ("model.GLA.forward", "y = self.out",
      "y = (1.5 if torch.is_autocast_enabled('cpu') and self.backend == 'torch' else 1) * self.out", "model.py: GLA")])
-def test_what_differs_in_16_bits_alone_stops(family, target, line, instead, words, edit):
+def test_what_differs_in_16_bits_alone_stops(target, line, instead, words, edit):
     edit(target, line, instead)
-    lm = model_of(family)
+    lm = model_of("gla")
     assert "agree" in self_check(lm)
     assert f"in bfloat16 {words}" in stopped(lm, torch.bfloat16)
 
