@@ -1,0 +1,6 @@
+# nanoGPT's first example under its own name, with Longhorn: two epochs. First: python data/shakespeare_char/prepare.py
+include("longhorn_laptop.py")
+dataset = "shakespeare_char"
+max_iters = 2000
+eval_interval = 250
+eval_block_size = 0  # as long as training's
