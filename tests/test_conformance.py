@@ -356,7 +356,7 @@ def keys(size):
 STRENGTHS = {"strong": put(log_decay=-torch.tensor([-1.0, 2.0, 5.0]).exp()),
              "weak": put(log_decay=-torch.tensor([-20.0, -14.0, -8.0]).exp())}
 DELTA = {"closed": closed, "short": keys(1e-3), "long": keys(1e3)}
-fades, course = torch.tensor([-8.0, 0.0, 5.0]).exp(), torch.arange(40.0)[:, None]
+fades, course = torch.tensor([-8.0, 1.6, 5.0]).exp(), torch.arange(40.0)[:, None]
 KINDS = {  # operator: by name what is changed of the arguments that are drawn
     "gla": {"closed": closed, "strong": put(log_decay=-20.0)}, "retention": STRENGTHS, "bonus": STRENGTHS,
     "by token": {"closed": closed}, "shared": {"closed": closed}, "gated_delta_rule": DELTA, "kda": DELTA,
