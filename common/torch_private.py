@@ -13,9 +13,6 @@ import torch
 # The number of active dispatch modes (such as fake tensors): with any, operators must go through torch.library
 dispatch_modes = torch._C._len_torch_dispatch_stack
 
-# True if torch.func.vmap has wrapped the tensor; its type is plain Tensor, so nothing else tells
-is_batched = torch._C._functorch.is_batchedtensor
-
 # The address of a GPU's current stream: (index of the GPU) -> int. The public way, a Stream in a torch.cuda.device,
 # took as long as the launch of a kernel, 0.03 ms on an H200's host
 raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # None in a build for CPUs

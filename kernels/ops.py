@@ -198,9 +198,9 @@ def differentiable(name, forward, backward, fake, tensors, results=1):
 
 
 def is_plain(a):
-    """True if a is an ordinary tensor in plain eager mode (no compile, modes or transforms)."""
+    """True if a is an ordinary tensor in plain eager mode (no compile, no modes); in transforms no kernel is chosen."""
     return (type(a) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
-            and not torch_private.dispatch_modes() and not torch_private.is_batched(a))
+            and not torch_private.dispatch_modes())
 
 
 def tensors_only(like, tensors):

@@ -189,7 +189,7 @@ def test_the_library_is_called_from_compiled_code(calls, library):
 
 
 def test_what_the_library_cannot_do_goes_to_chunks(calls):
-    run, a = given("gla", 20)
+    run, a = given("gated_delta_rule", 20)
     with torch.autocast("cpu", dtype=BF16):  # it gets 16 bits
         out = run(**a)
     _, _, dtypes, rest = calls.pop()
