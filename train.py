@@ -44,7 +44,7 @@ from inspection.self_check import self_check
 from model import LM, ModelConfig
 from optim import build_optimizers, decayed, set_learning_rate
 from runtime import checkpoint, distributed
-from runtime.distributed import launch, say
+from runtime.distributed import launch
 from runtime.folder import Folder
 from runtime.signals import Signals
 from runtime.telemetry import Telemetry, in_words
@@ -132,10 +132,10 @@ def train(config, model, data, evaluate, schedule=None):
     dtype = getattr(torch, config.dtype)
     if config.self_check == "only":
         line = self_check(model, dtype, config.compile)
-        return say(line)
-    telemetry = Telemetry(config, data, device)
-    with Folder(config, model, data) as folder, Signals() as signals:  # out of memory becomes one line in Folder
-        say(self_check(model, dtype, config.compile) if config.self_check == "on" else "self-check: off")
+        return distributed.say(line)
+    with (Telemetry(config, data, device) as telemetry, Folder(config, model, data, telemetry.say) as folder,
+          Signals() as signals):  # out of memory becomes one line in Folder
+        telemetry.say(self_check(model, dtype, config.compile) if config.self_check == "on" else "self-check: off")
         forward = distributed.parallelize(model, config, data)  # torch.compile; DistributedDataParallel or fully_shard
         optimizers = build_optimizers(model, config)
         counts = {"parameters": parameter_count(model), "flops_per_token": flops_per_token(model)["total"],
@@ -320,10 +320,10 @@ def main(argv):
     if model.positions is not None and config.eval_block_size > config.block_size:
         raise ConfigError(f"eval_block_size {config.eval_block_size}: {config.model} has positions up to block_size "
                           f"{config.block_size}")
-    say(initial.load(model, data))
+    distributed.say(initial.load(model, data))
     if config.eval_only:
-        return say(in_words(Evaluate(config, data)(model)))
-    say(cost_of_step(model, config.batch_tokens))
+        return distributed.say(in_words(Evaluate(config, data)(model)))
+    distributed.say(cost_of_step(model, config.batch_tokens))
     train(config, model, data, Evaluate(config, data))
 
 

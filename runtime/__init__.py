@@ -1,7 +1,7 @@
 """The machinery around the training loop.
 
 folder.py         a run's folder: lock, move aside, resume, save
-telemetry.py      log, MFU, loss curve, Weights & Biases
+telemetry.py      log, MFU, loss curve, Weights & Biases, progress bar
 loss_curve.py     the picture of a run's losses
 signals.py        on SIGTERM, SIGINT or SIGUSR1: finish the micro-batch and save
 distributed.py    devices, processes, DDP and FSDP2, processes that do not answer

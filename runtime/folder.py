@@ -22,7 +22,7 @@ from common import files
 from common.errors import ConfigError, Stopped, is_out_of_memory
 from common.files import writing_to
 from runtime import checkpoint, distributed, records
-from runtime.distributed import resume_command, say
+from runtime.distributed import resume_command
 
 # Settings that may change on resume: none of them changes a loss beyond rounding. Everything else is refused.
 MAY_CHANGE_ON_RESUME = {
@@ -79,11 +79,13 @@ class Found:
 class Folder:
     """`with Folder(config, model, data) as folder`: the folder config.out_dir, locked.
 
-    progress: the run's counters. Raises ConfigError if the folder cannot be used, Stopped if the run cannot continue.
+    say: prints a line on rank 0. progress: the run's counters. Raises ConfigError if the folder cannot be used, Stopped
+    if the run cannot continue.
     """
 
-    def __init__(self, config, model, data):
+    def __init__(self, config, model, data, say=print):
         self.config, self.model, self.data = config, model, data
+        self.say = say
         self.out = Path(config.out_dir)
         self.is_main = distributed.rank() == 0
         self.aside = None  # where an earlier run's files are now
@@ -132,19 +134,26 @@ class Folder:
             found.environment = records.environment()  # it may raise: before anything is moved
         checkpoints = checkpoint.candidates(self.out)
         self.continues = config.resume != "never" and bool(checkpoints)
-        path = None
+        path, meta = None, {}
         if self.continues or config.branch:
-            path, found.step, found.notes = self.restore_first(checkpoints, schedule)
+            path, meta, found.notes = self.restore_first(checkpoints, schedule)
+            found.step = meta["step"]
         self.saved_step = found.step if self.continues else 0
         self.check_ranks_agree(found.step)
-        found.is_complete = self.continues and self.progress.at_end(found.step) and records.is_finished(self.out)
-        if self.is_main and not found.is_complete:
+        if found.step > 0 and self.progress.at_end(found.step) and (self.out / "result.json").exists():
+            if self.is_result_of(meta):
+                found.is_complete = True
+                wrong = records.log_until(self.out, found.step, meta.get("log_crc32"))[2]
+                found.notes = [wrong] if wrong else []
+                return found
+            found.notes.append(f"{self.out / 'result.json'} is damaged, or another run's: it is made again")
+        if self.is_main:
             with writing_to(self.out):
-                self.open_records(found, path)
+                self.open_records(found, path, meta)
         return found
 
     def restore_first(self, checkpoints, schedule):
-        """Restore the run's newest intact checkpoint, or the trunk's: (its path, its step, lines for the screen)."""
+        """Restore the run's newest intact checkpoint, or the trunk's: (its path, its meta, lines for the screen)."""
         trunk = None if self.continues else branch_point(self.config, self.out)
         path, tensors, meta, damaged = checkpoint.load_first(checkpoints if self.continues else [trunk])
         with checkpoint.fitting(path):
@@ -160,7 +169,11 @@ class Folder:
         how = "continuing" if self.continues else "branching"
         notes = [f"skipped: {line}" for line in damaged]
         notes.append("; ".join([f"{how} from {path} at step {meta['step']}", *changes]))
-        return path, meta["step"], notes
+        there = checkpoint.steps(self.out)
+        late = [str(step) for step in sorted(self.kept_steps) if step <= meta["step"] and step not in there]
+        if late:
+            notes.append(f"keep_steps {', '.join(late)}: already done, so no checkpoint of it is kept")
+        return path, meta, notes
 
     def keep_more_steps(self, steps):
         """What was kept on purpose stays, also if keep_steps is not given again."""
@@ -233,6 +246,13 @@ class Folder:
                 raise ConfigError(f"the ranks disagree about {name} ({values}): out_dir, the code and the dataset must "
                                   "be the same on every node")
 
+    def is_result_of(self, meta):
+        """True if result.json is undamaged and of this checkpoint's run; otherwise it is made again."""
+        best = meta["best_val_loss"] if math.isfinite(meta["best_val_loss"]) else None
+        ours = {"steps": meta["step"], "seed": meta["config"]["seed"], "best_val_loss": best,
+                "code": meta["code_versions"][-1]}
+        return ours.items() <= self.record("result.json").items()
+
     def began_before(self):
         """True if out_dir holds records of this same run, killed before its first checkpoint. It then starts over."""
         if self.config.resume != "auto" or (self.out / "result.json").exists():
@@ -256,7 +276,7 @@ class Folder:
         tokens = config.max_iters * config.batch_tokens
         return {"processes": world, "tokens": tokens, **machine, **counts, **self.data.derived(config, world)}
 
-    def open_records(self, found, path):
+    def open_records(self, found, path, meta):
         """Move an earlier run aside; write config.json and open the log at the step that was found. Rank 0 only."""
         if not self.continues and not self.began_before() and records.run_files(self.out):
             self.aside = records.move_aside(self.out)
@@ -277,7 +297,9 @@ class Folder:
             "config": self.settings, "derived": found.derived, "environment": found.environment,
             "code_versions": versions, "time": began or now,
             "data": {**about_data, "identity": self.data.identity}})
-        self.log = found.log = records.Log(self.out, found.step)
+        self.log = found.log = records.Log(self.out, found.step, meta.get("log_crc32"))
+        if self.log.damage:
+            found.notes.append(self.log.damage)
 
     # -------------------------------------------------------------------------------------------------------- saving
 
@@ -315,13 +337,14 @@ class Folder:
         meta = {"step": done, "tokens": done * self.config.batch_tokens, "config": self.settings,
                 **{name: getattr(self.progress, name) for name in SAVED}, "seconds": self.progress.seconds_now(),
                 "data": self.data.identity, "file_times": getattr(self.data, "file_times", None),
-                "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table")}
+                "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table"),
+                "log_crc32": self.log.crc32}
         self.log.sync()  # no checkpoint may be on disk before the log that leads to it
         try:
             self.manager.save(state, meta, val_loss, values)
             self.saved_step = done
         except OSError as error:  # such as a full disk; earlier checkpoints are untouched
-            say(f"step {done}: checkpoint not written ({error}); the one before stays")
+            self.say(f"step {done}: checkpoint not written ({error}); the one before stays")
 
 
 def numbers_in(text):

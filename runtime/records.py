@@ -8,25 +8,29 @@
     out/<run>/eval_tasks.json                                        written by evaluate.py
 
 A killed process can leave a half-written last line in log.jsonl. Readers drop it, and a resumed run cuts the log back
-to its checkpoint, so that the log reads as if nothing had happened. Other damaged lines are left out too.
+to its checkpoint, so that the log reads as if nothing had happened. Other damaged lines are left out too; a resumed run
+then keeps the old file as log-damaged-1.jsonl.
 """
 
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from types import ModuleType
 
 from common.errors import ConfigError, regular
-from common.files import write_text
+from common.files import replacing, write_text
 
 MOVING = "earlier-being-moved"  # see move_aside
 # Files that do not affect a run's numbers: plots, reports, task evaluation, and programs that start runs.
@@ -89,7 +93,8 @@ def is_finished(folder):
 
 def run_files(folder):
     """The paths of a run's files in `folder`, which are moved aside when a new run starts there."""
-    names = r"(config|result|eval_tasks)\.json|log\.jsonl|loss\.png|wandb|(best|checkpoint(-\d+)?)\.safetensors"
+    names = (r"(config|result|eval_tasks)\.json|log(-damaged-\d+)?\.jsonl|loss\.png|wandb|"
+             r"(best|checkpoint(-\d+)?)\.safetensors")
     return [path for path in Path(folder).glob("*") if re.fullmatch(names, path.name)]
 
 
@@ -110,10 +115,15 @@ def finish_moving(folder):
         return None
     for path in run_files(folder):
         os.rename(path, moving / path.name)
-    n = 1
-    while os.path.lexists(Path(folder, f"earlier-{n}")):
-        n += 1
-    return moving.rename(Path(folder, f"earlier-{n}"))
+    return moving.rename(_free(folder, "earlier-{}"))
+
+
+def _free(folder, name):
+    """The first path of `name` with 1, 2 ... in place of {} that does not exist."""
+    for n in itertools.count(1):
+        path = Path(folder, name.format(n))
+        if not os.path.lexists(path):
+            return path
 
 
 def _finite(record):
@@ -123,26 +133,56 @@ def _finite(record):
 
 def read_log(folder, event=None):
     """The events in a run's log.jsonl, as dicts in order, without damaged lines; with `event`, only that kind."""
-    path, events = Path(folder) / "log.jsonl", []
+    return [e for e in _read_lines(folder)[0] if event in (None, e.get("event"))]
+
+
+def _read_lines(folder):
+    """(the events in log.jsonl; the numbers of its damaged lines, from 1, without a torn last one)."""
+    path, events, damaged = Path(folder) / "log.jsonl", [], []
     lines = regular(path).read_text(errors="replace").split("\n") if path.exists() else []
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(line)
-            if isinstance(found, dict) and type(found.get("step")) is int:
-                events.append(found)
-    return [e for e in events if event in (None, e.get("event"))]
+    for number, line in enumerate(lines, 1):
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            event = None
+        if isinstance(event, dict) and type(event.get("step")) is int:
+            events.append(event)
+        elif number < len(lines):  # the last one is empty, or torn by a kill
+            damaged.append(number)
+    return events, damaged
+
+
+def log_until(folder, step, crc32=None):
+    """([the lines of log.jsonl up to `step`, as bytes], their CRC-32, a phrase about damaged lines, or about a CRC-32
+    that is not that of the checkpoint; "" if all is well)."""
+    path = Path(folder) / "log.jsonl"
+    events, damaged = _read_lines(folder)
+    lines = [json.dumps(event).encode() for event in events if event["step"] <= step]
+    actual = zlib.crc32(b"".join(lines))
+    wrong = ""
+    if damaged:
+        wrong = f"{len(damaged)} lines of {path} are damaged (the first is line {damaged[0]}) and left out"
+    elif crc32 not in (None, actual):
+        wrong = f"{path} is not the log of this checkpoint: up to step {step} lines are another run's, or missing"
+    return lines, actual, wrong
 
 
 class Log:
     """Appends events to log.jsonl. Opening it at `step` first drops events that a killed run logged after that step.
 
     `unwritten` holds lines that the disk refused, for example because it is full: the next write retries them in order.
+    `crc32`: of all lines, for the checkpoint. `damage`: what `log_until` finds wrong, and where the old file is kept.
     """
 
-    def __init__(self, folder, step=0):
+    def __init__(self, folder, step=0, crc32=None):
         self.path = Path(folder) / "log.jsonl"
-        kept = [json.dumps(event) + "\n" for event in read_log(folder) if event["step"] <= step] if step else []
-        write_text(self.path, "".join(kept))
+        lines, self.crc32, self.damage = log_until(folder, step, crc32) if step else ([], 0, "")
+        if self.damage and self.path.exists():
+            aside = _free(folder, "log-damaged-{}.jsonl")
+            shutil.copyfile(self.path, aside)
+            self.damage += f": the old file is kept as {aside}"
+        with replacing(self.path) as tmp:
+            Path(tmp).write_bytes(b"".join(line + b"\n" for line in lines))
         self.file = open(self.path, "ab", buffering=0)
         self.unwritten = []
 
@@ -152,7 +192,9 @@ class Log:
         Raises OSError if the disk refuses it; the line is then kept in `unwritten`, and no line in the file is torn.
         """
         record = _finite({"event": event, "step": step, **values})
-        self.unwritten.append(json.dumps(record).encode() + b"\n")
+        line = json.dumps(record).encode()
+        self.crc32 = zlib.crc32(line, self.crc32)
+        self.unwritten.append(line + b"\n")
         self.flush()
         return record
 

@@ -77,7 +77,7 @@ class Signals:
 
 
 def write(line):
-    """A line on stderr, below the ^C of a terminal; once per machine."""
+    """A line on stderr, below a progress bar if there is one; once per machine."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         start = "\n" if os.isatty(2) else ""
         with contextlib.suppress(OSError):

@@ -15,7 +15,7 @@ from common.errors import ConfigError, Stopped
 from common.files import writing_to
 from common.gpus import peak_flops
 from runtime import checkpoint, distributed
-from runtime.distributed import resume_command, say
+from runtime.distributed import resume_command
 from runtime.loss_curve import draw_loss
 from runtime.records import write_json
 
@@ -26,7 +26,7 @@ SHOWN = {"train_loss": "loss {:.4f}", "lr": "lr {:.2e}", "grad_norm": "norm {:.2
 
 
 class Telemetry:
-    """A run's output, from rank 0. `open` says where it begins.
+    """`with Telemetry(config, data, device) as telemetry`: a run's output, from rank 0. `open` says where it begins.
 
     val_loss: of the current step's evaluation, by which the best checkpoint is chosen; None without one.
     """
@@ -35,22 +35,39 @@ class Telemetry:
         self.config, self.data, self.device = config, data, device
         self.out = Path(config.out_dir)
         self.is_main, self.world_size = distributed.rank() == 0, distributed.world_size()
-        self.metrics = self.val_loss = None
+        self.bar = self.metrics = self.val_loss = None
         self.wandb = wandb_module(config) if self.is_main else None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if self.bar is not None:
+            self.bar.close()
+
+    def say(self, text):
+        """Print a line on rank 0, above the progress bar if there is one."""
+        if not self.is_main:
+            return
+        if self.bar is not None:
+            self.bar.write(text)
+        else:
+            distributed.say(text)
 
     def open(self, found, mixed_by, about_model=()):
         """Begin where `found` (see folder.py) says, with a summary of the run, whose tokens are mixed_by an operator,
         and further lines about_model."""
         self.progress, self.derived, self.log_file = found.progress, found.derived, found.log
         self.is_complete, self.done = found.is_complete, found.step
-        if self.is_complete:
-            return
-        if self.is_main:
+        notes = found.notes
+        if not self.is_complete and self.is_main:
             self.commit = found.environment["commit"]
             if self.wandb:
                 self.open_wandb(found)
-            for line in (*self.summary(mixed_by), *about_model, *found.notes):
-                say(line)
+            self.bar = progress_bar(self.config.max_iters, self.done)
+            notes = [*self.summary(mixed_by), *about_model, *notes]
+        for line in notes:
+            self.say(line)
         self.last_log_step, self.paused_seconds = self.done, 0.0
         self.progress.clock = self.last_log_time = self.picture_time = time.perf_counter()
 
@@ -81,6 +98,8 @@ class Telemetry:
             yield self.done
             self.done += 1
             self.paused_seconds += time.perf_counter() - self.logged_at  # evaluating and saving
+            if self.bar is not None:
+                self.bar.update()
 
     def log(self, step, **metrics):
         """Log and print a line every log_interval steps: the given metrics, speed, memory and time."""
@@ -100,7 +119,10 @@ class Telemetry:
             flops_per_second = rate * self.derived["flops_per_token"]
             shown["mfu"] = values["mfu"] = round(flops_per_second / (peak * self.world_size), 4)
         self.write("train", done, **values)
-        say(f"step {done:6d}  {in_words(shown)}")
+        if self.bar is not None:
+            self.bar.set_postfix_str(in_words(shown, " "), refresh=False)
+        else:
+            self.say(f"step {done:6d}  {in_words(shown)}")
         self.logged_at = time.perf_counter()
 
     def skip(self, step, loss, grad_norm):
@@ -108,7 +130,7 @@ class Telemetry:
         progress, done = self.progress, step + 1
         progress.skipped += 1
         progress.bad += 1
-        say(f"step {done}: loss {loss}, gradient norm {grad_norm}: step skipped ({progress.bad} in a row)")
+        self.say(f"step {done}: loss {loss}, gradient norm {grad_norm}: step skipped ({progress.bad} in a row)")
         self.write("skipped", done, train_loss=loss, grad_norm=grad_norm)
         if progress.bad >= self.config.max_bad_steps:
             raise Stopped(f"stopped at step {done}: loss or gradient not finite {progress.bad} times in a row; in "
@@ -128,7 +150,7 @@ class Telemetry:
         if math.isfinite(self.val_loss):
             progress.best_val_loss = min(progress.best_val_loss, self.val_loss)
         self.write("eval", done, tokens=done * self.config.batch_tokens, **self.metrics, seconds=progress.seconds_now())
-        say(f"step {done:6d}  {in_words(self.metrics)}")
+        self.say(f"step {done:6d}  {in_words(self.metrics)}")
         now = time.perf_counter()
         if self.is_main and now - self.picture_time > PICTURE_SECONDS and not progress.at_end(done):  # see finish
             self.picture_time = now
@@ -138,7 +160,7 @@ class Telemetry:
         """Log and print scores on tasks, on rank 0."""
         if self.is_main:
             self.write("tasks", step + 1, tokens=(step + 1) * self.config.batch_tokens, **scores)
-            say(f"step {step + 1:6d}  {in_words(scores)}")
+            self.say(f"step {step + 1:6d}  {in_words(scores)}")
 
     def write(self, event, step, **values):
         """Append a line to log.jsonl. If the disk refuses it, the run goes on and retries with the next line."""
@@ -148,10 +170,10 @@ class Telemetry:
         try:
             self.log_file.write(event, step, **values)
             if behind:
-                say(f"step {step}: log.jsonl is complete again")
+                self.say(f"step {step}: log.jsonl is complete again")
         except OSError as error:
             if not behind:
-                say(f"step {step}: cannot write log.jsonl ({error.strerror}); keeping the line in memory and "
+                self.say(f"step {step}: cannot write log.jsonl ({error.strerror}); keeping the line in memory and "
                          "retrying")
         if self.wandb and event != "skipped":  # the "train" line has its losses
             self.wandb.log(values, step=step)
@@ -162,13 +184,15 @@ class Telemetry:
         evaluate(): the metrics of the final evaluation, if a kill after it, before result.json, has lost them.
         """
         if self.is_complete:
-            say(f"{self.out} is already finished; to train again use --resume=never")
+            self.say(f"{self.out} is already finished; to train again use --resume=never")
+            if self.is_main and not (self.out / "loss.png").exists():  # killed after result.json
+                self.draw()
             return None
         if not self.progress.at_end(self.done):
             where = f"after step {self.done} of {self.config.max_iters} and saved {self.out / checkpoint.NEWEST}"
             if self.done == 0:
                 where = "in the first step, before there was anything to save"
-            say(f"stopped {where}; continue with: {resume_command('--resume=auto')}")
+            self.say(f"stopped {where}; continue with: {resume_command('--resume=auto')}")
             return None
         if self.metrics is None:
             self.log_evaluation(self.done - 1, evaluate())
@@ -186,7 +210,7 @@ class Telemetry:
         if self.wandb:
             self.wandb.summary.update(result)
             self.wandb.finish()
-        say(f"finished: {result['tokens']:,} tokens in {result['seconds']:.0f} s; records in {self.out}/")
+        self.say(f"finished: {result['tokens']:,} tokens in {result['seconds']:.0f} s; records in {self.out}/")
 
     def result(self):
         """The contents of result.json."""
@@ -207,7 +231,17 @@ class Telemetry:
             draw_loss(self.out)
         except Exception as error:  # a failed plot must not fail the run
             command = shlex.join(["python", "runtime/loss_curve.py", str(self.out)])
-            say(f"no loss.png: {error} ({command} draws it; it needs matplotlib)")
+            self.say(f"no loss.png: {error} ({command} draws it; it needs matplotlib)")
+
+
+def progress_bar(total, step):
+    """A tqdm bar if stderr is a terminal, else None."""
+    if not sys.stderr.isatty():
+        return None
+    from tqdm import tqdm
+
+    return tqdm(total=total, initial=step, dynamic_ncols=True, smoothing=0.05,
+                bar_format="{percentage:3.0f}% <{remaining}{postfix}")  # with the metrics, 80 columns
 
 
 def wandb_module(config):
@@ -225,14 +259,14 @@ def wandb_module(config):
                           "disable it with --wandb=off") from None
 
 
-def in_words(metrics):
+def in_words(metrics, gap="  "):
     """The numbers among the metrics, for the screen."""
     words = []
     for key, value in metrics.items():
         if isinstance(value, (int, float)):
             otherwise = key + (" {:.4f}" if isinstance(value, float) else " {:,}")
             words.append(SHOWN.get(key, otherwise).format(value))
-    return "  ".join(words)
+    return gap.join(words)
 
 
 def peak_memory(device):

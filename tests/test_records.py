@@ -103,17 +103,20 @@ def test_a_line_that_the_disk_cuts_is_written_again(tmp_path):
     assert [e["step"] for e in read_log(tmp_path)] == [1] and log.path.read_bytes().endswith(b"}\n")
     log.write("train", 4, train_loss=1.0)
     assert [e["step"] for e in read_log(tmp_path)] == [1, 2, 3, 4]
+    assert Log(tmp_path, 4, log.crc32).damage == ""  # the checksum that checkpoints have is that of the whole file
+    assert "is not the log of this checkpoint" in Log(tmp_path, 3, log.crc32).damage
 
 
 def test_a_link_in_a_strangers_folder_is_not_written_through(tmp_path):
     run, outside = tmp_path / "run", tmp_path / "outside"
     run.mkdir()
     outside.mkdir()
-    (run / "earlier-1").symlink_to(outside / "new")
+    (run / "log-damaged-1.jsonl").symlink_to(outside / "new")
     (run / "earlier-being-moved").symlink_to(outside)
-    write_log(run, train_event(1, 3.0))
-    assert records.finish_moving(run) is None and records.move_aside(run) == run / "earlier-2"
-    assert not any(outside.iterdir()) and (run / "earlier-2" / "log.jsonl").exists()
+    write_log(run, train_event(1, 3.0), tail="torn\n")
+    assert Log(run, step=1).damage.endswith("log-damaged-2.jsonl")
+    assert records.finish_moving(run) is None and records.move_aside(run) == run / "earlier-1"
+    assert not any(outside.iterdir()) and (run / "earlier-1" / "log-damaged-2.jsonl").exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 99, b"[1]", b"null", b'{"steps": 1', b"[" * 99999, b"\xff{}", None])

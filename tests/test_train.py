@@ -8,6 +8,7 @@ than training a tiny model. What needs processes of its own, kills above all, is
 import contextlib
 import dataclasses
 import errno
+import io
 import itertools
 import json
 import math
@@ -297,12 +298,22 @@ def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_behind(data, ou
         assert len(list(out.glob("earlier*"))) == aside
 
 
-def test_the_screen_shows_what_the_log_has(data, out):
-    with mock.patch("runtime.telemetry.peak_flops", lambda name: 1e9):
-        said = succeed(arguments(data, out, dtype="bfloat16", max_iters=3, eval_tokens=64)).out
-    e = events(out)[3]
+def test_the_screen_shows_what_the_log_has(data, tmp_path):
+    """On a terminal of 80 columns, where the bar of a run that continues is not at its beginning, as in a pipe."""
+    argv = lambda name: arguments(data, tmp_path / name, dtype="bfloat16", max_iters=3, eval_tokens=64, resume="auto")
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    with (mock.patch("runtime.telemetry.peak_flops", lambda name: 1e9),
+          mock.patch.dict(os.environ, COLUMNS="80", LINES="24")):
+        piped = succeed(argv("pipe")).out
+        succeed(argv("terminal"), LM=stops_at(2))
+        terminal = succeed(argv("terminal"), err=screen).err
+    e = events(tmp_path / "pipe")[3]
     words = f"loss {e['train_loss']:.4f}  lr 3.00e-04  norm {e['grad_norm']:.2f}  {e['tokens_per_second']:,} tokens/s"
-    assert f"step      3  {words}  mfu {e['mfu']:.1%}\n" in said and e["mfu"] > 0
+    assert f"step      3  {words}  mfu {e['mfu']:.1%}\n" in piped and e["mfu"] > 0
+    last = terminal.replace("\r", "\n").rstrip().splitlines()[-1]
+    assert len(last) < 80, last
+    assert all(f" {word} " in f" {last} " for word in ("100%", "lr", "norm", "tokens/s", "mfu")), last
 
 
 def test_speed_is_that_of_training_alone(data, out):
@@ -840,16 +851,57 @@ def test_large_data_that_changed_while_the_run_was_down(data, out, tmp_path, mon
         assert verified.call_count == 1
 
 
-def test_a_damaged_line_of_the_log_costs_that_line(whole, data, out):
-    """So does a torn last one, and one that is no event; and a damaged result is made again, without a line."""
-    shutil.copytree(whole, out)
+def test_a_damaged_line_costs_that_line(whole, data, out):
+    """Of the log of a run that continues: all others stay, the old file too, and that is said; a torn last line is
+    none of the damage."""
+    succeed(arguments(data, out), LM=stops_at(7))
     lines = (out / "log.jsonl").read_text().splitlines()
     text = "\n".join([*lines[:3], lines[3][:-5], "\0\x1c\u2028" + lines[4], "[1]", *lines[5:], '{"ev'])
     (out / "log.jsonl").write_text(text)
-    (out / "result.json").write_text("{")
-    succeed(arguments(data, out, resume="auto"))
-    assert (out / "log.jsonl").read_text().splitlines() == lines[:3] + lines[5:]
-    assert record(out)["val_loss"] == record(whole)["val_loss"]
+    said = succeed(arguments(data, out, resume="auto")).out
+    assert f"3 lines of {out / 'log.jsonl'} are damaged (the first is line 4)" in said
+    assert (out / "log-damaged-1.jsonl").read_text() == text
+    lost = [json.loads(line) for line in lines[3:5]]
+    kept = [line for line in records.read_log(whole) if not any(
+        (line["event"], line["step"]) == (e["event"], e["step"]) for e in lost)]
+    assert [(e["event"], e["step"]) for e in records.read_log(out)] == [(e["event"], e["step"]) for e in kept]
+    assert out / "log-damaged-1.jsonl" in records.run_files(out)  # moves aside with the run
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_another_runs_log_is_seen(whole, trunk, data, out, kept):
+    """Or none, at the next start, of a finished run too; and it is kept, if the run goes on."""
+    shutil.copytree(whole, out)
+    (out / "log.jsonl").unlink()
+    if kept:
+        shutil.copy(trunk / "log.jsonl", out)
+    line = f"{out / 'log.jsonl'} is not the log of this checkpoint: up to step 12 lines are another run's, or missing"
+    assert line in (said := succeed(arguments(data, out, resume="auto")).out) and "already finished" in said
+    (out / "result.json").unlink()
+    assert line in succeed(arguments(data, out, resume="auto")).out
+    assert (out / "log-damaged-1.jsonl").exists() == kept
+
+
+@pytest.mark.parametrize("result", ["", "{", "another run's"])
+def test_a_result_that_is_lost_or_not_this_runs_is_made_again(whole, trunk, data, out, result):
+    """Without a line in the log."""
+    shutil.copytree(whole, out)
+    (out / "result.json").unlink()
+    if result:
+        (out / "result.json").write_text(result if result == "{" else (trunk / "result.json").read_text())
+    said = succeed(arguments(data, out, resume="auto")).out
+    assert (f"{out / 'result.json'} is damaged, or another run's" in said) == bool(result)
+    assert_same_run(out, whole)
+
+
+def test_a_run_killed_before_its_picture_gets_it_at_the_next_start(data, out):
+    argv = arguments(data, out, max_iters=2)
+    succeed(argv, draw_loss=lambda folder: None)
+    with mock.patch("os.replace", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        draw_loss(out)
+    assert not (out / "loss.png").exists()
+    assert "already finished" in succeed([*argv, "--resume=auto"], draw_loss=draw_loss).out
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_settings_that_may_change_on_resume_are_those_on_the_page(data, out):
@@ -860,7 +912,8 @@ def test_settings_that_may_change_on_resume_are_those_on_the_page(data, out):
     other = out.with_name("other")
     succeed(arguments(data, other, init_from=out), LM=stops_at(2))
     refuse(arguments(data, other, resume="auto"), "another run", f"init_from '{out}' -> ''")
-    succeed(arguments(data, other, init_from=out, resume="auto", keep_steps="1,2,3"))
+    said = succeed(arguments(data, other, init_from=out, resume="auto", keep_steps="1,2,3")).out
+    assert "keep_steps 1: already done, so no checkpoint of it is kept" in said
 
 
 NO_GPU = not torch.cuda.is_available()
