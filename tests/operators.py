@@ -57,10 +57,10 @@ def recurrence(q, k, v, alpha=None, bonus=None, beta=None, ridge=None, state=Non
     transition matrix of a delta rule. alpha: the decay (H,), (B, T, H) or (B, T, H, K)."""
     B, T, heads, V = v.shape
     q, k = q.expand(B, T, heads, -1), k.expand(B, T, heads, -1)
-    eye, os = torch.eye(k.shape[3], dtype=v.dtype), [v[:, :0]]
+    eye, os = torch.eye(k.shape[3], dtype=v.dtype, device=v.device), [v[:, :0]]
     H, S = state if isinstance(state, tuple) else (torch.zeros_like(eye), state)
     S = v.new_zeros(B, heads, len(eye), V) if S is None else S
-    alpha = torch.ones(heads, dtype=v.dtype) if alpha is None else alpha
+    alpha = v.new_ones(heads) if alpha is None else alpha
     alpha = (alpha if alpha.dim() == 4 else alpha[..., None]).expand_as(k)
     for t in range(T):
         K, x = k[:, t, :, :, None], v[:, t, :, None]  # (B, H, K, 1), (B, H, 1, V)
