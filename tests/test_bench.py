@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import pickle
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -32,18 +31,25 @@ from runtime import records
 from runtime.records import read_json
 
 ROOT = Path(gpu.__file__).resolve().parent.parent
-environment = functools.cache(records.environment)
+environment, odd_cases = functools.cache(records.environment), scan.odd_cases
 SHAPE = dict(n_layer=1, n_embd=32, n_head=2, block_size=16, vocab_size=64)
 TINY = [*(f"--{name}={size}" for name, size in SHAPE.items()), "--threads=1"]
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """A search of all that PyTorch and the tests hold takes 0.3 s, before each time taken; and no time counts here."""
+    """Times count for nothing here, and a search of all that PyTorch and the tests hold takes 0.3 s before each."""
     monkeypatch.setattr(gc, "collect", lambda *_: 0)
     monkeypatch.setattr(measure.Cpu, "flush_bytes", 1 << 16)
     monkeypatch.setattr(records, "environment", environment)
+    monkeypatch.setattr(scan, "odd_cases", lambda *sizes: odd_cases(*sizes)[::5])
 
+
+@pytest.fixture
+def run(tmp_path):
+    """run(main, *arguments): (exit status, record)."""
+    out = tmp_path / "record.json"
+    return lambda main, *arguments: (main([*arguments, f"--out={out}"]), read_json(out))
 
 
 @pytest.fixture
@@ -60,22 +66,21 @@ def here(monkeypatch):
 
 # ---------------------------------------------------------------------------------------------------------- smoke runs
 
-@pytest.mark.parametrize("arguments, comparisons, contenders", [
-    (["--device=cpu"], 1, scan.ON_CPU), (["--device=cuda", "--dry_run"], 16, scan.ON_GPU)])
-def test_scan(arguments, comparisons, contenders, tmp_path, capsys, monkeypatch):
-    arguments += ["--rounds=2", "--T=8", "--B=2", "--D=64", "--N=4", f"--out={tmp_path}/record.json"]
-    if comparisons == 1:
-        monkeypatch.setattr(scan, "odd_cases", lambda *sizes: [])
-    assert scan.main(arguments) == 0
-    record = read_json(tmp_path / "record.json")
-    assert record["finished"] is True and record["dry_run"] is ("--dry_run" in arguments)
+SMALL = ["--rounds=2", "--T=8", "--B=2", "--D=64", "--N=4"]
+
+
+@pytest.mark.parametrize("device, comparisons, contenders", [
+    (["--device=cpu"], 5, scan.ON_CPU), (["--device=cuda", "--dry_run"], 4, scan.ON_GPU)])
+def test_scan(device, comparisons, contenders, run, capsys):
+    status, record = run(scan.main, *device, *SMALL)
+    assert status == 0 and record["finished"] is True and record["dry_run"] is ("--dry_run" in device)
     assert f"in short: {comparisons} of {comparisons} comparisons" in capsys.readouterr().out
     rows = {r["contender"]: r for r in record["shapes"][0]["rows"]}
     assert list(rows) == list(contenders) and rows["longhorn_scan"]["backward"]["runs"] == 2
     assert "mamba_ssm" not in rows or "GPU" in rows["mamba_ssm"]["reason"]
 
 
-def test_a_wrong_scan_is_not_timed(tmp_path, monkeypatch):
+def test_a_wrong_scan_is_not_timed(run, monkeypatch):
     honest = scan.longhorn_scan
 
     def wrong(*a, backend, **kw):
@@ -83,17 +88,20 @@ def test_a_wrong_scan_is_not_timed(tmp_path, monkeypatch):
         return results if backend == "torch" else (results[0] * 1.01, *results[1:])
 
     monkeypatch.setattr(scan, "longhorn_scan", wrong)
-    monkeypatch.setattr(scan, "odd_cases", lambda *sizes: [])
-    assert scan.main(["--T=8", "--B=2", "--D=64", "--N=4", f"--out={tmp_path}/record.json"]) == 1
-    ours, mamba, *_ = read_json(tmp_path / "record.json")["shapes"][0]["rows"]
-    assert "WRONG in y by" in ours["reason"] and "forward" in mamba
+    status, record = run(scan.main, *SMALL)
+    ours, mamba, *_ = record["shapes"][0]["rows"]
+    assert status == 1 and "WRONG in y by" in ours["reason"] and "forward" in mamba
 
 
-def test_step(here, tmp_path):
+def test_step(here, monkeypatch, tmp_path):
+    """The record is written after every round: an interrupt leaves those that ended."""
+    written = []
+    monkeypatch.setattr(measure, "write_record", lambda out, record: written.append(json.loads(json.dumps(record))))
     assert step.main([*TINY, "--families=longhorn", "--rounds=2", "--kernels", f"--out={tmp_path}/step.json"]) == 0
-    (row,) = read_json(tmp_path / "step.json")["rows"]
+    assert [(r["finished"], r["rows"][0]["seconds"]["runs"]) for r in written] == [(False, 1), (False, 2), (True, 2)]
+    (row,) = written[-1]["rows"]
     assert row["parameters"] == counting.parameter_count(LM(ModelConfig(**SHAPE)))["total"]
-    assert row["seconds"]["runs"] == 2 and row["last_loss"] < row["first_loss"] < 5
+    assert row["last_loss"] < row["first_loss"] < 5
     assert row["tokens_per_second"] == pytest.approx(4 * 16 / row["seconds"]["median_seconds"])
     assert len(row["kernels"]) > 20 and 1 in [calls for _, calls, name in row["kernels"] if "AdamW" in name]
     milliseconds = sum(kernel[0] for kernel in row["kernels"])
@@ -101,65 +109,40 @@ def test_step(here, tmp_path):
 
 
 class Held:
-    """What a worker holds in a test: it fails, sleeps, or dies."""
+    """What a worker holds in a test."""
 
-    def __init__(self, spec):
-        if spec:
-            raise ValueError(f"{spec}\nand more")
+    def __init__(self, turn):
+        self.turn = turn or int("x")
 
     def about(self):
         print("which kernels", file=sys.stderr)
         return {"parameters": 1}
-
-    def sleep(self):
-        time.sleep(1000)
-
-    def die(self):
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_worker_says_why_it_ended(monkeypatch):
     """Forked, which is quick; real ones cannot be, as PyTorch's threads and CUDA may run here."""
     context = multiprocessing.get_context("fork")
     monkeypatch.setattr(multiprocessing, "get_context", lambda way: context)
-    assert measure.Worker(Held, "wrong").row == {"reason": "ValueError: wrong"}
-    for method, reason in (("sleep", "ran past its limit of 1 s"),
-                           ("die", "its process ended with status -9, perhaps out of memory")):
-        worker = measure.Worker(Held, "", name="a")
+    assert measure.Worker(Held, None).row["reason"].startswith("ValueError: invalid literal for int()")
+    for turn, reason in ((lambda: time.sleep(1000), "ran past its limit of 1 s"),
+                         (lambda: os._exit(3), "its process ended with status 3")):
+        worker = measure.Worker(Held, turn, name="a")
         assert worker.row == {"name": "a", "parameters": 1, "stderr": ["which kernels"]}
-        assert worker.ask(method, limit_s=1) == {} == worker.ask("about", limit_s=1)
+        assert worker.ask("turn", limit_s=1) == {} == worker.ask("about", limit_s=1)
         assert worker.row["reason"] == reason
 
 
 def test_kernels_of_two_streams_count_once():
     assert step.busy_and_idle([(9, 10), (1, 4)]) == (4, 5)  # as they end, not as they began
-    assert step.busy_and_idle([(0, 10), (2, 3), (8, 12), (15, 16)]) == (13, 3) and step.busy_and_idle([]) == (0, 0)
+    assert step.busy_and_idle([(0, 10), (2, 3), (8, 12), (15, 16)]) == (13, 3)
 
 
-def test_a_cut_step_leaves_the_rounds_that_ended(here, tmp_path, monkeypatch):
-    """Cut in its third round, by an error in place of a signal."""
-    turn = step.Trial.turn
-
-    def cut(self, untimed, timed):
-        if len(self.seconds) == 2:
-            raise KeyboardInterrupt
-        return turn(self, untimed, timed)
-
-    monkeypatch.setattr(step.Trial, "turn", cut)
-    with pytest.raises(KeyboardInterrupt):
-        step.main([*TINY, "--families=longhorn", f"--out={tmp_path}/step.json"])
-    record = read_json(tmp_path / "step.json")
-    assert record["finished"] is False and record["rows"][0]["seconds"]["runs"] == 2
-
-
-def test_generate(here, tmp_path, monkeypatch):
-    arguments = [*TINY, "--families=llama,longhorn", "--contexts=8,40", "--chunk=16", "--new_tokens=5",
-                 f"--out={tmp_path}/generate.json"]
-    assert generate.main(arguments) == 0
-    llama, longhorn = read_json(tmp_path / "generate.json")["rows"]
-    assert [c["state_bytes"] for c in llama["contexts"]] == [4 * 2 * 32 * 8, 4 * 2 * 32 * 40]
-    assert len({c["state_bytes"] for c in longhorn["contexts"]}) == 1
-    assert [c["decode"]["new_tokens"] for c in longhorn["contexts"]] == [5, 5]
+def test_generate(here, run, monkeypatch):
+    arguments = [*TINY, "--families=llama,longhorn", "--contexts=8,40", "--chunk=16", "--new_tokens=5"]
+    status, record = run(generate.main, *arguments)
+    llama, longhorn = (row["contexts"] for row in record["rows"])
+    assert status == 0 and [c["state_bytes"] for c in llama] == [4 * 2 * 32 * 8, 4 * 2 * 32 * 40]
+    assert longhorn[0]["state_bytes"] == longhorn[1]["state_bytes"] and longhorn[1]["decode"]["new_tokens"] == 5
     forward = Longhorn.forward
 
     def forgets(self, u, state=None):
@@ -168,7 +151,7 @@ def test_generate(here, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Longhorn, "forward", forgets)
     with pytest.raises(measure.LeftOut, match="the state is wrong: logits"):
-        generate.main(arguments)
+        run(generate.main, *arguments)
 
 
 def python(code):
@@ -218,8 +201,8 @@ def test_a_stage_of_a_gpu_adds_how_it_ended_to_its_record_and_at_which_clock(tmp
 
 
 def test_a_stage_gets_the_time_that_others_do_not_need():
-    a, b, c = (Stage("", limit_s, []) for limit_s in (10, 20, 30))
-    assert gpu.limit_of(100, a, [b, c]) == 50 and gpu.limit_of(45, b, [c]) == 20 and gpu.limit_of(7, c, []) == 7
+    short, long = Stage("", 10, []), Stage("", 50, [])
+    assert [gpu.limit_of(left_s, short, [long]) for left_s in (100, 55, 7)] == [50, 10, 7]
     limits = {stage.name: stage.limit_s for stage in gpu.stages(ROOT, False)}
     assert set(limits) == {stage for call in gpu.CALLS.values() for stage in call}
     assert max(sum(limits[stage] for stage in call) for call in gpu.CALLS.values()) <= gpu.BUDGET_S < 540
@@ -244,30 +227,25 @@ def test_tests_that_were_cut_leave_what_they_printed():
 
 
 @pytest.mark.parametrize("name, rows", [
-    ("environment", 1), ("build", 1), ("small", 4), ("convolution", 3), ("loss", 5),
-    ("variants", 1)])
-def test_what_runs_operators_on_a_gpu_tried_on_the_cpu(name, rows, tmp_path, monkeypatch):
-    """A variant is timed in this process."""
-    run = subprocess.run
-
-    def here(command, **how):
-        if "timed" not in command:
-            return run(command, **how)
-        return subprocess.CompletedProcess(command, bench_ops.main(command[2:]) or 0)
-
+    ("environment", 1), ("build", 1), ("small", 4), ("convolution", 3), ("loss", 5)])
+def test_what_runs_operators_on_a_gpu_tried_on_the_cpu(name, rows, run, monkeypatch):
     monkeypatch.setattr(ops, "LOGITS_AT_ONCE", {})
     monkeypatch.setattr(bench_ops, "SMALL", bench_ops.SMALL[-1:])
-    monkeypatch.setattr(subprocess, "run", here)
-    arguments = [name, "--dry-run", f"--out={tmp_path}/{name}.json"]
-    bench_ops.main(arguments)
-    record = read_json(tmp_path / f"{name}.json")
-    assert record["finished"] is True and record["dry_run"] is True and "commit" in record["environment"]
-    assert len(record["rows"]) == rows
+    _, record = run(bench_ops.main, name, "--dry-run")
+    assert record["finished"] is record["dry_run"] is True and len(record["rows"]) == rows
     if name in ("convolution", "loss"):
-        honest = measure.compare
-        monkeypatch.setattr(measure, "compare", lambda *a: {n: r | {"right": False} for n, r in honest(*a).items()})
-        with pytest.raises(ConfigError, match="is wrong in y by .*: it was not timed"):
-            bench_ops.main(arguments)
+        monkeypatch.setattr(measure, "wrong_in", lambda comparisons: "y by 1")
+        with pytest.raises(ConfigError, match="is wrong in y by 1: it was not timed"):
+            run(bench_ops.main, name, "--dry-run")
+
+
+def test_a_variant(run, monkeypatch):
+    """Timed in this process."""
+    environment()
+    here = lambda command, **how: subprocess.CompletedProcess(command, bench_ops.main(command[2:]) or 0)
+    monkeypatch.setattr(subprocess, "run", here)
+    _, record = run(bench_ops.main, "variants", "--dry-run")
+    assert [row["contender"] for row in record["rows"]] == ["ours"] and "forward" in record["rows"][0]
 
 
 RAN = {"gpu": "NVIDIA H100 80GB HBM3", "torch": "2.11.0", "commit": "a" * 40, "uncommitted_changes": False}
@@ -309,15 +287,13 @@ def test_make_takes_the_interpreter_it_is_given():
 
 # ------------------------------------------------------------------------------------------------------------ refusals
 
-@pytest.mark.parametrize("call, arguments", [
-    (scan.main, ["--save"]), (scan.main, ["--out=results/y.json"]), (generate.main, ["--save"]),
-    (step.main, ["--save"]), (objectives.main, ["--save"]), (gpu.main, ["--out=results/gpu_x"]),
+@pytest.mark.parametrize("main, arguments", [
+    (scan.main, ["--save"]), (scan.main, [f"--out={ROOT}/results/y.json"]), (generate.main, ["--save"]),
+    (step.main, ["--save"]), (objectives.main, ["--save"]), (gpu.main, ["--dry-run", f"--out={ROOT}/results/gpu_x"]),
     (lambda argv: extrapolation.Extrapolation(argv).run(), ["run", "--save"])])
-def test_records_in_results_are_of_a_commit(call, arguments, monkeypatch):
+def test_records_in_results_are_of_a_commit(main, arguments, monkeypatch):
     """Each program says so before it measures."""
     monkeypatch.setattr(measure, "code_version", lambda: {"uncommitted_changes": True})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(records, "environment", lambda: pytest.fail("it went on"))
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(ConfigError, match="results/ is for records of a commit, and this tree has uncommitted changes"):
-        call(arguments)
+    with pytest.raises(ConfigError, match="results/ is for records of a commit, and this tree has|in results/: give"):
+        main(arguments)
