@@ -76,7 +76,7 @@ def test_scan(device, comparisons, contenders, run, capsys):
     assert status == 0 and record["finished"] is True and record["dry_run"] is ("--dry_run" in device)
     assert f"in short: {comparisons} of {comparisons} comparisons" in capsys.readouterr().out
     rows = {r["contender"]: r for r in record["shapes"][0]["rows"]}
-    assert list(rows) == list(contenders) and rows["longhorn_scan"]["backward"]["runs"] == 2
+    assert list(rows) == list(contenders) and "share_of_bandwidth" in rows["longhorn_scan"]["backward"]
     assert "mamba_ssm" not in rows or "GPU" in rows["mamba_ssm"]["reason"]
 
 
@@ -91,6 +91,20 @@ def test_a_wrong_scan_is_not_timed(run, monkeypatch):
     status, record = run(scan.main, *SMALL)
     ours, mamba, *_ = record["shapes"][0]["rows"]
     assert status == 1 and "WRONG in y by" in ours["reason"] and "forward" in mamba
+
+
+def test_what_takes_turns_is_timed_alone_and_then_with_its_backward(monkeypatch):
+    """And no longer than two seconds, but three times."""
+    def laps(self, *steps):
+        for lap in steps:
+            lap()
+        return [0.25] if len(steps) == 1 else [0.125, 0.5]
+
+    monkeypatch.setattr(measure.Cpu, "laps", laps)
+    a = functools.partial(measure.a_pass, lambda x: 2 * x, {"x": torch.ones(3)}, torch.ones(3))
+    timed, absent = measure.time_contenders({"a": a, "b": lambda: measure.imported("absent", "f")}, measure.Cpu())
+    assert [timed[name]["samples_seconds"] for name in measure.PASSES] == [[0.25] * 3, [0.5] * 3, [0.625] * 3]
+    assert absent == {"contender": "b", "reason": "not installed"}
 
 
 def test_step(here, monkeypatch, tmp_path):
@@ -124,7 +138,7 @@ def test_a_worker_says_why_it_ended(monkeypatch):
     context = multiprocessing.get_context("fork")
     monkeypatch.setattr(multiprocessing, "get_context", lambda way: context)
     assert measure.Worker(Held, None).row["reason"].startswith("ValueError: invalid literal for int()")
-    for turn, reason in ((lambda: time.sleep(1000), "ran past its limit of 1 s"),
+    for turn, reason in ((lambda: time.sleep(10), "ran past its limit of 1 s"),
                          (lambda: os._exit(3), "its process ended with status 3")):
         worker = measure.Worker(Held, turn, name="a")
         assert worker.row == {"name": "a", "parameters": 1, "stderr": ["which kernels"]}
@@ -154,19 +168,15 @@ def test_generate(here, run, monkeypatch):
         run(generate.main, *arguments)
 
 
-def python(code):
-    return [sys.executable, "-c", code]
-
-
 @pytest.mark.parametrize("stage, status, reason", [
-    (Stage("slow", 1, python("import time; time.sleep(1000)")), "over time", "killed at its limit of 1 s"),
-    (Stage("crash", 60, python("import os; os.abort()")), "failed", "ended by signal 6 (SIGABRT)"),
-    (Stage("absent", 60, [], ("no_such_package",)), "skipped", "no_such_package is not installed")])
+    (Stage("x", 1, ["sleep", "1000"]), "over time", "killed at its limit of 1 s"),
+    (Stage("x", 60, ["sh", "-c", "kill -ABRT $$"]), "failed", "ended by signal 6 (SIGABRT)"),
+    (Stage("x", 60, [], ("no_such_package",)), "skipped", "no_such_package is not installed")])
 def test_a_stage_of_a_gpu_that_does_not_succeed_says_why(stage, status, reason, tmp_path):
     """A record of before does not stay."""
-    (tmp_path / f"{stage.name}.json").write_text('{"old": 1}')
+    (tmp_path / "x.json").write_text('{"old": 1}')
     gpu.run_stage(stage, tmp_path, stage.limit_s)
-    record = read_json(tmp_path / f"{stage.name}.json")
+    record = read_json(tmp_path / "x.json")
     assert record["stage"]["status"] == status and record["stage"]["reason"].startswith(reason)
     assert "old" not in record and {"date", "environment"} <= set(record)
 
@@ -176,12 +186,10 @@ printf '345, 1980, 0\\n1755, 1980, 100\\n[N/A], 1980, 99\\n1980, 1980, 50\\n1800
 : > "${0%/*}/said"
 exec sleep 1000
 """
-WAITS = """
-import json, os, time
-while not os.path.exists("said"):
-    time.sleep(0.01)
-json.dump({'n': float('nan')}, open('x.json', 'w'))
-print('in short: well')
+MEASURES = """
+until [ -e said ]; do sleep 0.01; done
+echo '{"n": NaN}' > x.json
+echo 'in short: well'
 """
 
 
@@ -191,7 +199,7 @@ def test_a_stage_of_a_gpu_adds_how_it_ended_to_its_record_and_at_which_clock(tmp
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    gpu.run_stage(Stage("x", 60, python(WAITS)), tmp_path, 60)
+    gpu.run_stage(Stage("x", 60, ["sh", "-c", MEASURES]), tmp_path, 60)
     record = read_json(tmp_path / "x.json")
     assert (tmp_path / "x.log").read_text() == "in short: well\n"
     assert record["n"] is None and record["dry_run"] is False
@@ -210,13 +218,13 @@ def test_a_stage_gets_the_time_that_others_do_not_need():
 
 def test_what_does_not_build_is_not_timed_and_a_success_is_not_repeated(tmp_path, capsys):
     """Also in later calls. Every failure and every stage left out counts."""
-    add = f"open('{tmp_path}/ran', 'a').write('x')"
-    done, good, build = {}, Stage("a", 10, python(add)), Stage("build", 10, python("raise SystemExit(1)"))
-    run = lambda *stages, budget_s=60: gpu.run_call(stages, tmp_path, budget_s, True, done)
-    assert run(good) == 0 and run(good, build, Stage("b", 10, python(add)), Stage("c", 10, [])) == 3
+    add = ["sh", "-c", f"printf x >> {tmp_path}/ran"]
+    done, good, build = {}, Stage("a", 10, add), Stage("build", 10, ["false"])
+    call = lambda *stages, budget_s=60: gpu.run_call(stages, tmp_path, budget_s, True, done)
+    assert call(good) == 0 and call(good, build, Stage("b", 10, add), Stage("c", 10, [])) == 3
     assert (tmp_path / "ran").read_text() == "x" and "b              left out   build failed" in capsys.readouterr().out
     del done["build"]
-    assert run(Stage("d", 10, python(add)), budget_s=4.9) == 1 and "of 5 s are spent" in capsys.readouterr().out
+    assert call(Stage("d", 10, add), budget_s=4.9) == 1 and "of 5 s are spent" in capsys.readouterr().out
 
 
 def test_tests_that_were_cut_leave_what_they_printed():
@@ -248,12 +256,13 @@ def test_a_variant(run, monkeypatch):
     assert [row["contender"] for row in record["rows"]] == ["ours"] and "forward" in record["rows"][0]
 
 
-RAN = {"gpu": "NVIDIA H100 80GB HBM3", "torch": "2.11.0", "commit": "a" * 40, "uncommitted_changes": False}
+RAN = ('"environment": {"gpu": "NVIDIA H100 80GB HBM3", "torch": "2.11.0", "commit": "aaaaaaaaaaaa", '
+       '"uncommitted_changes": false}')
+CASE = '{"family": "mamba", "B": 1, "T": 2, "D": 3, "N": 4, "dtype": "float32", "right": true}'
 SENT = {  # what gpu.faults looks at
-    "tests": {"environment": RAN, "dry_run": False, "passed": 2, "failed": 0, "stage": {"status": "ok", "reason": ""}},
-    "scan_cuda": {"environment": RAN, "correctness": [
-        {"family": "mamba", "B": 1, "T": 2, "D": 3, "N": 4, "dtype": "float32", "right": True}]},
-    "training": {"environment": RAN, "rows": [{"last_loss": 9.0, "mfu": None, "samples_seconds": [0.1]}]}}
+    "tests": f'{{{RAN}, "dry_run": false, "passed": 2, "failed": 0, "stage": {{"status": "ok", "reason": ""}}}}',
+    "scan_cuda": f'{{{RAN}, "correctness": [{CASE}]}}',
+    "training": f'{{{RAN}, "rows": [{{"last_loss": 9.0, "mfu": null, "samples_seconds": [0.1]}}]}}'}
 
 
 @pytest.mark.parametrize("name, old, new, words", [
@@ -261,12 +270,12 @@ SENT = {  # what gpu.faults looks at
     ("tests", '"ok"', '"over time"', "over time: "),
     ("tests", 'run": false', 'run": true', "a dry run measures nothing"),
     ("scan_cuda", "true", "false", "wrong: mamba 1 2 3 4 float32"),
-    ("training", "aaaa", "bbbb", f"its commit is {'b' * 40}, and that of tests.json {'a' * 40}"),
+    ("training", "aaaaaaaaaaaa", "bbbb", "its commit is bbbb, and that of tests.json aaaaaaaaaaaa"),
     ("training", "false", "null", "it was measured with uncommitted changes, or outside git"),
     ("training", "0.1", "-1", "rows.samples_seconds is -1"), ("training", "9.0", "NaN", "rows.last_loss is nan")])
 def test_records_that_cannot_be_sent_in_are_refused(name, old, new, words, tmp_path, capsys):
-    for stem, record in SENT.items():
-        (tmp_path / f"{stem}.json").write_text(json.dumps(record))
+    for stem, text in SENT.items():
+        (tmp_path / f"{stem}.json").write_text(text)
     assert gpu.main([f"--check={tmp_path}"]) == 0 and "accepted: NVIDIA H100" in capsys.readouterr().out
     path = tmp_path / f"{name}.json"
     path.write_text(path.read_text().replace(old, new))
