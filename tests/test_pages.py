@@ -1,0 +1,49 @@
+"""Every command of a program that README and docs print is one that it takes."""
+
+import re
+import runpy
+import shlex
+import sys
+from types import ModuleType
+
+import pytest
+from helpers import ROOT
+
+import configurator
+
+
+class Parsed(BaseException):
+    """The program has read its arguments."""
+
+
+def commands():
+    """{command: its page} of lines that run a program of the repository, as words; comments and pipes are cut off."""
+    found = {}
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = page.read_text().replace("\\\n", " ")
+        for line in re.findall(r"^(?:    |\$ )?(?:\$ )?((?:python|torchrun) .*)", text, re.MULTILINE):
+            if " -c " in line or " -m " in line:
+                continue
+            words = shlex.split(re.split(r" #| && | \| ", line)[0])
+            scripts = [i for i, word in enumerate(words) if word.endswith(".py") and (ROOT / word).is_file()]
+            if scripts:
+                found[shlex.join(words[scripts[0]:])] = page.name
+    return found
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_printed_command_is_taken(command, monkeypatch):
+    def stop(read):
+        def wrapped(*args, **options):
+            read(*args, **options)
+            raise Parsed
+        return wrapped
+
+    script, *argv = shlex.split(command.replace("average_laptop", "longhorn_laptop"))  # the page has it written
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setitem(sys.modules, "common.start", ModuleType("start"))  # it would change this process's signals
+    monkeypatch.setattr(sys, "argv", [script, *argv])
+    for name in ("load", "read"):
+        monkeypatch.setattr(configurator, name, stop(getattr(configurator, name)))
+    with pytest.raises(Parsed):
+        runpy.run_path(script, run_name="__main__")
