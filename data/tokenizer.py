@@ -171,8 +171,8 @@ class Text:
         vocab: a folder with a tiktoken encoding's files; None: tiktoken's cache, or the network.
         end_of_text: the name of the token that ends a document (hf); None: the one in the table, or of END_OF_TEXT.
 
-    Attributes: name; table; n_vocab: int; eot_token: int, the token that ends a document: for bytes 0, for characters
-    the zero or the line feed.
+    Attributes: name; table; n_vocab: int, all ids are below it; eot_token: int, the token that ends a document: for
+    bytes 0, for characters the zero or the line feed.
     """
 
     def __init__(self, tokenizer, table=None, vocab=None, end_of_text=None):
@@ -184,9 +184,11 @@ class Text:
             raise DataError(f"--tokenizer {tokenizer} is learned from text: only data/pystdlib/prepare.py can do that")
         if self.kind == "tiktoken":
             self.encoding = tiktoken_encoding(name or "gpt2", vocab)
+            self.n_vocab = self.encoding.n_vocab
         elif self.kind == "hf":
             table, named = without_end(table)
             self.encoding = hf_tokenizer(name, table)
+            self.n_vocab = 1 + max(self.encoding.get_vocab(with_added_tokens=True).values())
             self.table = self.encoding.to_str()
             self.named_end = end_of_text or named
             if self.named_end:
@@ -195,36 +197,21 @@ class Text:
             if not table:
                 raise DataError(f"the tokenizer {tokenizer} has no characters: its text, or its table, is empty")
             self.ids = {c: i for i, c in enumerate(table)}
-        elif self.kind != "bytes":
+            self.n_vocab = len(table)
+        elif self.kind == "bytes":
+            self.n_vocab = 256
+        else:
             file = f", here hf:{tokenizer}" if Path(tokenizer).exists() else ""
             raise DataError(f"the tokenizer {tokenizer!r} is unknown: choose bytes, gpt2, chars, tiktoken:NAME or "
                             f"hf:NAME{file}")
         if end_of_text and self.kind != "hf":
             raise DataError(f"--end_of_text={end_of_text}: only for hf: tokenizers, {self.name} has its own")
-        self.begin()
-
-    def __getstate__(self):  # for worker processes: without the decoder's state
-        return {key: value for key, value in vars(self).items() if key not in ("decoder", "stream")}
-
-    def __setstate__(self, state):
-        vars(self).update(state)
-        self.begin()
+        self.decoder = None  # see begin; other processes get a tokenizer without it
 
     @property
     def table_sha256(self):
         """Of what the name alone does not say; None for a tokenizer without a table."""
         return hashlib.sha256(self.table.encode()).hexdigest() if self.table else None
-
-    @property
-    def n_vocab(self):
-        """The number of tokens; all ids are below it."""
-        if self.kind == "bytes":
-            return 256
-        if self.kind == "char":
-            return len(self.table)
-        if self.kind == "hf":
-            return 1 + max(self.encoding.get_vocab(with_added_tokens=True).values())
-        return self.encoding.n_vocab
 
     @property
     def eot_token(self):
@@ -294,15 +281,17 @@ class Text:
 
     def decode(self, token):
         """The text that this token completes; '' inside a multi-byte character, or for an id beyond the vocabulary."""
+        if self.decoder is None:
+            self.begin()
+        if token >= self.n_vocab:
+            return ""
         if self.kind == "char":
-            return self.table[token] if token < len(self.table) else ""
+            return self.table[token]
         if self.kind == "hf":
-            return self.stream.step(self.encoding, token) or "" if token < self.n_vocab else ""
+            return self.stream.step(self.encoding, token) or ""
         if self.kind == "bytes":
-            piece = bytes([token]) if token < 256 else b""
-        else:
-            piece = self.encoding.decode_single_token_bytes(token) if token < self.encoding.n_vocab else b""
-        return self.decoder.decode(piece)
+            return self.decoder.decode(bytes([token]))
+        return self.decoder.decode(self.encoding.decode_single_token_bytes(token))
 
     @property
     def end_of_text(self):
