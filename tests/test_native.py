@@ -224,18 +224,6 @@ print(path, seconds > 0, build.load(path).longhorn_chunk(), sep="|")
     assert sorted(p.suffix for p in folder.iterdir()) == [".lock", ".so"]
 
 
-def test_a_killed_build_leaves_nothing_that_is_loaded(source, tmp_path):
-    """The compiler writes half a library, then takes the building process down with it; the next build is whole."""
-    folder = tmp_path / "build"
-    env = {**os.environ, "CXX": fake_compiler(tmp_path, 'echo half > "$out"; kill -9 $PPID')}
-    code = LEAN + f"build.build([{str(source)!r}], {str(folder)!r})"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, timeout=120)
-    assert run.returncode == -9 and not list(folder.glob("*.so"))
-    assert [p.read_text() for p in folder.glob("*.tmp-*")] == ["half\n"]
-    path, _ = build.build([source], folder)
-    assert ctypes.CDLL(str(path)).longhorn_answer() == 1
-
-
 def test_without_openmp_one_thread(source, tmp_path, monkeypatch):
     """A compiler that refuses -fopenmp, as Apple's does, builds without it."""
     refuse = 'for a; do [ "$a" = -fopenmp ] && { echo no OpenMP >&2; exit 1; }; done'
