@@ -5,6 +5,7 @@ Without datatrove (pip install --group cluster), Slurm or Ray their tests are sk
 
 import contextlib
 import copy
+import functools
 import os
 import shutil
 import signal
@@ -142,26 +143,38 @@ def test_tasks_make_the_tokens_of_one_process(in_this_process, tmp_path, tasks):
     assert cluster.prepare(tmp_path / "a", tasks=tasks, **how).meta["splits"] == made.meta["splits"]
 
 
-def test_what_it_refuses(in_this_process, tmp_path, monkeypatch):
+@pytest.fixture
+def prepare(tmp_path, in_this_process):
+    """cluster.py's, of two files."""
     source = [write_jsonl(tmp_path / name, TEXTS) for name in ("a.jsonl", "b.jsonl")]
-    prepare = lambda **changes: cluster.prepare(**{
-        "out": tmp_path / "out", "files": source, "tokenizer": "bytes", "val_fraction": 0.2, **changes})
+    return functools.partial(cluster.prepare, tmp_path / "out", files=source, tokenizer="bytes", val_fraction=0.2)
+
+
+@pytest.mark.parametrize("how, words", [
+    ({"shuffle": 2357}, ["one process"]),
+    ({"files": ["c.txt"]}, ["one process"]),
+    ({"files": ["a.jsonl", "bad.jsonl"]}, ["1 of 2 tasks", "first of them task 1", "bad.jsonl cannot be read"]),
+    ({"cluster": "slurm"}, ["the partition and the time"]),
+    ({"cluster": "slurm", "cluster_args": "partition=a,time=9"}, ["no sbatch here"]),
+    ({"cluster": "ray", "cluster_args": "num_cpus=x"}, ["Ray does not take", "'x'"]),
+])
+def test_what_it_refuses(prepare, tmp_path, monkeypatch, how, words):
+    if how.get("cluster") == "ray":
+        pytest.importorskip("ray", reason="ray is not installed: pip install --group cluster")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
     (tmp_path / "c.txt").write_text("text " * 9)
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": ')
-    for changes, *words in (({"shuffle": 2357}, "one process"),
-                            ({"files": [tmp_path / "c.txt"]}, "one process"),
-                            ({"files": [source[0], tmp_path / "bad.jsonl"]}, "1 of 2 tasks", "first of them task 1",
-                             "bad.jsonl cannot be read"), ({"val_fraction": 1e-9}, "hold out 0"),
-                            ({"cluster": "slurm"}, "the partition and the time"),
-                            ({"cluster": "slurm", "out": tmp_path / "a;b"}, "a;b: choose a path"),
-                            ({"cluster": "slurm", "out": tmp_path / "a b"}, "a b: choose a path"),
-                            ({"cluster": "slurm", "cluster_args": "partition=a,time=9"}, "no sbatch here"),
-                            ({"cluster": "ray", "cluster_args": "num_cpus=x"}, "Ray does not take", "'x'")):
-        with monkeypatch.context() as patch:
-            patch.setenv("PATH", "/nowhere")
-            rejected(lambda: prepare(force=True, **changes), *words)  # noqa: B023
-    shutil.rmtree(tmp_path / "out")
-    with preparing(tmp_path / "out/task-00001"):  # by a job on a node that Slurm believes lost, say
+    rejected(lambda: prepare(**how), *words)
+
+
+def test_a_path_that_slurms_scripts_cannot_hold(tmp_path):
+    rejected(lambda: cluster.prepare(tmp_path / "a b", cluster="slurm"), "a b: choose a path")
+
+
+def test_what_was_made_before(prepare, tmp_path):
+    """By a job on a node that is believed lost, with a record that is damaged, or of other inputs."""
+    with preparing(tmp_path / "out/task-00001"):
         rejected(prepare, "1 of 2 tasks", "another process is preparing")
     splits = prepare().meta["splits"]
     rejected(lambda: prepare(tasks=1), "other inputs", "--force")
