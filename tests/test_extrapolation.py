@@ -1,9 +1,6 @@
-"""experiments/extrapolation.py: cutting text, reading it in chunks, positions, memory, norms, records.
+"""experiments/extrapolation.py: cutting text, reading it in chunks, positions, memory, norms, records."""
 
-Most of it runs on tiny models and on a planted one, whose logits depend on a counter in its state: its loss at each
-position is known beforehand, so that a sequence that began with another's state would show.
-"""
-
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -12,13 +9,11 @@ import math
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import helpers
 import numpy as np
 import pytest
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from helpers import write_folder
 from scipy import stats
@@ -29,7 +24,6 @@ from data import prepared
 from data.pystdlib import prepare as pystdlib
 from experiments import extrapolation as ex
 from experiments import figures, records
-from experiments.extrapolation_report import mean_and_error
 from experiments.sweeps import runner
 from inspection import counting
 from model import LM, ModelConfig
@@ -61,26 +55,6 @@ def token_losses(lm, x, y):
         return F.cross_entropy(lm(x)[0].flatten(0, 1), y.flatten(), reduction="none").view(x.shape).double().numpy()
 
 
-class Planted(nn.Module):
-    """The token 0 after p others costs height(p), where the text is all zeros. Its state counts the tokens read."""
-
-    def __init__(self, height):
-        super().__init__()
-        self.embed, self.height = nn.Embedding(2, 1), height
-
-    def branches(self):
-        return [("planted", SimpleNamespace(mixer=None))]
-
-    def initial_state(self, B):
-        return [[torch.zeros(B)]]
-
-    def forward(self, x, state):
-        p = state[0][0][:, None] + torch.arange(x.shape[1])
-        loss = self.height(p).double()
-        logits = torch.stack([torch.zeros_like(loss), torch.log(torch.expm1(loss))], -1)  # the first costs `loss`
-        return logits, None, [[state[0][0] + x.shape[1]]]
-
-
 # ------------------------------------------------------------------------------------------------------------- the text
 
 def test_longest_sequences_stay_within_documents():
@@ -98,57 +72,46 @@ def test_longest_sequences_stay_within_documents():
 # -------------------------------------------------------------------------------------------------------------- reading
 
 @pytest.mark.parametrize("family", ("longhorn", "llama"))
-def test_chunks_give_the_loss_of_whole_sequences(family):
-    lm, rows = tiny(family), some_rows()
-    for T, chunk, batch_size in ((64, 24, 2), (8, 24, 1)):
+def test_the_records_of_lengths_are_those_of_whole_passes(family, capsys):
+    """Read in chunks of 24 tokens, a sequence at a time."""
+    lm, rows = tiny(family), some_rows(3, 128)
+    measured, _ = ex.measure(lm, rows, [8, 64, 128], 8, 24, 1)
+    losses = {}
+    for row in measured:
+        T = row["length"]
         x, y = rows[:, :-1].reshape(-1, T), rows[:, 1:].reshape(-1, T)
-        losses, state_bytes = ex.read_length(lm, rows, T, chunk, batch_size)
-        assert np.allclose(losses.reshape(-1, T), token_losses(lm, x, y), rtol=1e-4)
-        assert state_bytes == 4 * counting.state_size(lm, T)
+        losses[T] = token_losses(lm, x, y).reshape(3, 128)
+        means = losses[T].mean(1)
+        assert row["loss"] == pytest.approx(means.mean(), rel=1e-5)
+        assert row["loss_standard_error"] == pytest.approx(stats.sem(means), rel=1e-3)
+        assert row["losses_of_longest_sequences"] == pytest.approx(means, rel=1e-5)
+        assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+        assert (row["tokens"], row["sequences"]) == (384, 384 // T)
+        assert row["state_bytes_per_sequence"] == 4 * counting.state_size(lm, T)
+    change, last = losses[128] - losses[8], measured[-1]
+    assert "difference" not in measured[0] and last["against"] == 8
+    assert last["difference"] == pytest.approx(change.mean(), abs=1e-6)
+    assert last["difference_standard_error"] == pytest.approx(stats.sem(change.mean(1)), rel=1e-3)
+    edges = last["difference_by_place"]["edges"]
+    assert edges == [0, 1, 2, 4, 8, 16, 32, 64, 128]
+    places = [change[:, low:high].mean() for low, high in itertools.pairwise(edges)]
+    assert last["difference_by_place"]["difference"] == pytest.approx(places, abs=1e-5)
+    assert f"128  loss {last['loss']:.4f} +- " in capsys.readouterr().out.splitlines()[2]
 
 
-def measure(lm, rows, lengths, trained=16):
-    lengths_read, states = ex.measure(lm, rows, lengths, trained, 16, 1)
-    return json.loads(json.dumps(lengths_read)), states
+@pytest.mark.parametrize("words, is_memory", [("CUDA out of memory. Tried", True), ("shapes do not fit", False)])
+def test_an_allocation_that_fails_ends_the_reading_there(words, is_memory, monkeypatch, capsys):
+    read = ex.read
 
+    def fails(lm, x, y, chunk):
+        if x.shape[1] > 16:
+            raise RuntimeError(words)
+        return read(lm, x, y, chunk)
 
-def test_a_planted_loss_that_grows_with_position_is_seen(capsys):
-    rows = torch.zeros(4, 129, dtype=torch.long)
-    lengths_read, _ = measure(Planted(lambda p: 1 + 0.01 * p), rows, [16, 64, 128])
-    for row, T in zip(lengths_read, (16, 64, 128), strict=True):
-        assert row["loss"] == pytest.approx(1 + 0.01 * (T - 1) / 2, abs=1e-5) and row["tokens"] == 4 * 128
-        assert row["perplexity"] == pytest.approx(math.exp(row["loss"])) and row["sequences"] == 4 * 128 // T
-    last = lengths_read[-1]
-    assert "difference" not in lengths_read[0] and last["against"] == 16
-    assert last["difference"] == pytest.approx(0.56, abs=1e-5)
-    assert last["difference_standard_error"] < 1e-6  # all sequences change alike
-    by_place = last["difference_by_place"]
-    assert by_place["edges"][-2:] == [64, 128] and by_place["difference"][:4] == pytest.approx([0] * 4, abs=1e-6)
-    assert by_place["difference"][-1] == pytest.approx(0.01 * (95.5 - 7.5), abs=1e-5)
-    assert f"128  loss {last['loss']:.4f} +- 0.0000, perplexity" in capsys.readouterr().out.splitlines()[2]
-
-
-def test_differences_are_paired():
-    """Sequences that differ widely, and a change that is the same in all: the difference has no error, the loss has."""
-    easy = np.array([[1.0], [3.0], [5.0]]) + np.zeros(64)
-    row = ex.summary(easy + 0.25, 16, (4, easy))
-    assert row["loss"] == 3.25 and row["loss_standard_error"] == pytest.approx(2 / math.sqrt(3))
-    assert row["difference"] == 0.25 and row["difference_standard_error"] == 0 and row["against"] == 4
-    assert math.isnan(mean_and_error([1.0])[1]) and math.isnan(mean_and_error([1.0, None])[0])
-
-
-def test_an_allocation_that_fails_ends_the_reading_there(capsys):
-    def planted(error):
-        def height(p):
-            if p.max() >= 20:
-                raise error
-            return 0.01 * p
-        return measure(Planted(height), torch.zeros(2, 65, dtype=torch.long), [16, 32, 64])
-
-    (only,), states = planted(torch.OutOfMemoryError("CUDA out of memory. Tried"))
-    assert only["length"] == 16 and states == {} and "32 and longer left out: memory ran" in capsys.readouterr().out
-    with pytest.raises(RuntimeError, match="shapes"):  # what is no lack of memory is an error
-        planted(RuntimeError("shapes do not fit"))
+    monkeypatch.setattr(ex, "read", fails)
+    with contextlib.nullcontext() if is_memory else pytest.raises(RuntimeError, match=words):
+        (only,), states = ex.measure(tiny(), some_rows(), [16, 32, 64], 16, 16, 1)
+        assert only["length"] == 16 and states == {} and "32 and longer left out: memory ran" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------------- norms
@@ -202,9 +165,11 @@ def test_a_preset_is_trained_read_and_reported(corpus, tmp_path, monkeypatch, ca
 
     def run_cells(cells, folder, engine, program):
         asked.update(cells=cells)
+        failed = {c.name: "it diverged" for c in cells}
         for name in ("longhorn", "llama"):
             save_run(Path(folder) / name, name, corpus)
-        return {c.name: "it diverged" for c in cells if c.name not in ("longhorn", "llama")}
+            del failed[name]
+        return failed
 
     monkeypatch.setattr(runner, "run_cells", run_cells)
     monkeypatch.setattr(pystdlib, "prepare", lambda out, documents: asked.update(prepared=documents))
@@ -214,24 +179,24 @@ def test_a_preset_is_trained_read_and_reported(corpus, tmp_path, monkeypatch, ca
     assert asked == {"prepared": "package", "cells": ex.plan("laptop")}
     assert "FAILED mamba: it diverged" in capsys.readouterr().out
     longhorn, llama, limited = json.loads(out.read_text())["extrapolation"]
-    assert [r["run"] for r in (longhorn, llama, limited)] == ["longhorn", "llama", "llama, last 16 tokens"]
+    assert (longhorn["run"], llama["run"], limited["run"]) == ("longhorn", "llama", "llama, last 16 tokens")
     text = longhorn["text"]
     assert text == llama["text"] and text["starts"] == [0, 340] and text["documents"] == ["a", "c"]
     assert text["trained_on_this_data"]
     data = prepared.Tokens(corpus)
     assert llama["checkpoint"]["code"] == "abc" and llama["checkpoint"]["data"] == data.sha256
-    rows = torch.from_numpy(np.stack([data.val[s:s + 257] for s in (0, 340)]).astype(np.int64))
+    rows = torch.from_numpy(np.stack([data.val[0:257], data.val[340:597]]).astype(np.int64))
     want = token_losses(tiny("llama"), rows[:, :-1], rows[:, 1:]).mean(1)
     assert llama["lengths"][-1]["losses_of_longest_sequences"] == pytest.approx(want, rel=1e-5)
     assert llama["state_norms"] == {} and longhorn["state_norms"]["0 Longhorn"]["positions"] == [16, 256]
-    text = re.sub(" +", " ", out.with_suffix(".md").read_text())
-    assert "2 sequences of 256 tokens of corpus, within documents" in text and "NOT all" not in text
+    page = re.sub(" +", " ", out.with_suffix(".md").read_text())
+    assert "2 sequences of 256 tokens of corpus, within documents" in page and "NOT all" not in page
     assert out.with_suffix(".png").stat().st_size > 10_000
     runs = records.read(out)
-    assert runs.loss_256.tolist() == [r["lengths"][-1]["loss"] for r in (longhorn, llama, limited)]
+    assert runs.loss_256.tolist() == [run["lengths"][-1]["loss"] for run in (longhorn, llama, limited)]
     folder = out.with_suffix("")  # of the training runs: the evaluations are in the file beside it
     folder.mkdir()
-    (folder / "plan.json").write_text(json.dumps({"cells": {r: {"run": r, "argv": []} for r in runs.run}}))
+    (folder / "plan.json").write_text(json.dumps({"cells": {run: {"run": run, "argv": []} for run in runs.run}}))
     assert records.read(folder).loss_256.tolist() == runs.loss_256.tolist()
 
 
@@ -310,11 +275,10 @@ def test_a_page_says_what_is_missing_or_not_comparable(tmp_path):
 
 @pytest.mark.parametrize("argv, word", [
     ("--lengths=16,1024", "1024 tokens, and one more"), ("--lengths=16,24,64", "24 does not divide"),
-    ("--lengths=4,x", "expected"), ("--lengths=0,16", "lengths 0 must be at least 1"), ("--chunk=0", "chunk 0 must"),
     ("--eval_tokens=255 --lengths=256", "--eval_tokens=255"), ("--dataset=no", "no dataset folder"),
-    ("--out=folder", ".json"), ("--checkpoint run more/run", "2 folders of 1 names"),
-    ("--checkpoint no", "no checkpoint"), ("run --preset=phone", "phone"),
-    ("run --preset=laptop nothing", "config/nothing_laptop.py does not exist"), ("report .", "holds no sweep")])
+    ("--checkpoint run more/run", "2 folders of 1 names"),
+    ("--checkpoint no", "no checkpoint"), ("report .", "holds no sweep"),
+    ("run --preset=laptop nothing", "config/nothing_laptop.py does not exist")])
 def test_a_mistake_is_one_line(corpus, tmp_path, monkeypatch, capsys, argv, word):
     monkeypatch.chdir(tmp_path)
     for name in ("run", "more/run"):

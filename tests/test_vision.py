@@ -220,17 +220,16 @@ def test_a_folder_of_images(shelf):
 
 
 @pytest.mark.parametrize("most", [images.READ_WHOLE, 1000], ids=["whole", "pieces"])
-def test_images_are_known_by_their_content(shelf, tmp_path, monkeypatch, most):
+def test_images_are_known_by_their_content(shelf, monkeypatch, most):
     """An image changed in place, as large as before and with its old time, is another dataset."""
     monkeypatch.setattr(images, "READ_WHOLE", most)
-    Image.effect_noise((60, 60), 50).save(shelf / "val/dark/0.bmp")
-    argv = arguments(tmp_path / "out", dataset=shelf, channels=3, batch_images=4, max_iters=2, self_check="off")
-    succeed(argv)
     path = shelf / "val/dark/0.bmp"
+    Image.effect_noise((60, 60), 50).save(path)
+    known = images.load(str(shelf))[3]
     before, times = path.read_bytes(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
     path.write_bytes(before[:2500] + bytes([before[2500] ^ 255]) + before[2501:])
     os.utime(path, ns=times)
-    refuse([*argv, "--resume=auto"], "trained on different data")
+    assert images.load(str(shelf))[3] != known
 
 
 def test_a_wait_for_data_ends_after_a_signal():
