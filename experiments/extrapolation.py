@@ -86,13 +86,15 @@ def plan(preset, families=(), seeds=(), extra=()):
     ConfigError for an unknown family."""
     preset = PRESETS[preset]
     given = tuple(f"--{key}={value}" for key, value in {"dataset": CORPUS, **preset["train"]}.items())
-    size, families = sweep.Preset({"": sweep.Size(given)}), families or preset.get("families", FAMILIES)
+    size = sweep.Preset({"": sweep.Size(given)})
+    families = families or preset.get("families", FAMILIES)
     cells = []
-    for seed, family in itertools.product(seeds or preset.get("seeds", [None]), families):
-        run, argv = family, [*sweep.base_arguments(size, family, ""), *extra]
+    for seed, run in itertools.product(seeds or preset.get("seeds", [None]), families):
+        argv = [*sweep.base_arguments(size, run, ""), *extra]
         if seed is not None:
-            run, argv = f"{family}, seed {seed}", [*argv, f"--seed={seed}"]
-        cells.append(Cell(re.sub(r"[^\w.@-]+", "_", run), argv, {"run": run}))
+            run += f", seed {seed}"
+            argv.append(f"--seed={seed}")
+        cells.append(Cell(sweep.safe_name(run), argv, {"run": run}))
     return cells
 
 
@@ -228,6 +230,7 @@ def measure(lm, rows, lengths, trained, chunk, batch_size):
     """([a record per length], state norms at the longest) of rows (K, M + 1) of tokens; trained: the training length.
     From the length on for which memory runs out there are no records, and no norms."""
     measured, reference, device = [], None, lm.embed.weight.device
+    base = trained if trained in lengths else lengths[0]
     few = min(chunk, lengths[0])
     read_length(lm, rows[:1, : few + 1], few, chunk, 1)  # what is built, loaded and started once is not in the times
     for T in lengths:
@@ -241,7 +244,7 @@ def measure(lm, rows, lengths, trained, chunk, batch_size):
                   f"({batch_size}) or --chunk ({chunk})")
             return measured, {}
         row = summary(losses, T, reference)
-        if T == trained or T == lengths[0] and trained not in lengths:
+        if T == base:
             reference = T, losses
         seconds = time.perf_counter() - began
         row |= {"state_bytes_per_sequence": held, "seconds": seconds, "tokens_per_second": row["tokens"] / seconds,
@@ -250,8 +253,8 @@ def measure(lm, rows, lengths, trained, chunk, batch_size):
         print(f"  {T:7}  loss {row['loss']:.4f} +- {row['loss_standard_error']:.4f}, "
               f"perplexity {row['perplexity']:.3f}, {row['tokens_per_second']:,.0f} tokens/s", flush=True)
     every = -(-len(rows) // NORM_SEQUENCES)
-    positions = sorted({min(trained, lengths[-1]), lengths[-1]})
-    return measured, state_norms(lm, rows[::every], positions, chunk)
+    ends = sorted({min(trained, lengths[-1]), lengths[-1]})
+    return measured, state_norms(lm, rows[::every], ends, chunk)
 
 
 def limited(lm, window):
@@ -309,8 +312,7 @@ def evaluate(folder, args, run):
     if "llama" in lm.config.families:
         models[f"{run}, last {trained} tokens"] = limited(lm, trained)
     for name, model in models.items():
-        other = "" if text["trained_on_this_data"] else "; NOT the data it was trained on"
-        print(f"{name}, trained at {trained}: {in_words(text)}, {args.chunk} tokens at a time{other}", flush=True)
+        print(f"{name}, trained at {trained}: {in_words(text)}, {args.chunk} tokens at a time", flush=True)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False):
             results, norms = measure(model, rows, lengths, trained, args.chunk, batch_size)
         record = new_record("extrapolation", family=lm.config.pattern or lm.config.model, run=name)

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 from itertools import combinations, permutations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -380,70 +381,68 @@ def test_the_papers_448_runs_as_specified():
         assert (config.dtype, config.beta2, config.grad_clip, config.schedule) == ("float32", 0.999, 0.0, "epochs")
 
 
-def finished(mixer="longhorn", T=64, n_embd=64, rate=1e-2, seed=1, accuracy=0.5):
-    """A run of a saved sweep, of 20 steps at 16 per epoch."""
-    at = {"mixer": mixer, "T": T, "n_embd": n_embd, "learning_rate": rate, "seed": seed}
-    config = at | {"model": mixer, "block_size": T, "pairs": 4, "batch_examples": 8, "eval_interval": 10, "epochs": 2,
-                   "d_state": 8}
-    result = {"accuracy": accuracy, "steps": 20, "seconds": 2.0 * seed, "parameters": 5000, "state_size": 10 * n_embd,
-              "device_name": "cpu", "by_pairs": [{"pairs": 4, "queries": 8, "accuracy": accuracy - 0.01}],
-              "by_distance": [{"from": 2, "to": 4, "queries": 10 * seed, "accuracy": accuracy}]}
-    return {"at": at, "code_versions": ["a"], "config": config, "environment": {"code": "a", "cpu": "x"},
-            "derived": {"steps_per_epoch": 16}, "data": {"sha256": {"test": "1"}}, "result": result,
-            "eval": {"step": [10, 20], "accuracy": [0.1, accuracy], "val_loss": [9.0, 5.0]}}
+# ---------------------------------------------------------------------------------------------------------- the report
+
+RESULTS = Path(report.__file__).resolve().parents[2] / "results"
 
 
-def table_of(tmp_path, runs):
-    """records.read of a file with these runs, named 0, 1 ..."""
-    for name, run in enumerate(runs):
-        if "config" in run:
-            run["config"]["out_dir"] = str(name)
-    shared = dict.fromkeys(("config", "environment", "derived", "data", "result"), {})
-    (tmp_path / "runs.json").write_text(json.dumps({
-        "plan": {}, "code_files": {"a": {}}, "shared": shared, "cells": dict(enumerate(runs))}))
-    return records.read(tmp_path / "runs.json")
+def kept_in_results(name):
+    return json.loads((RESULTS / f"recall_{name}.json").read_text())
 
 
 @pytest.mark.parametrize("section, changes, word", [
     ("result", {"accuracy": 1.5}, "accuracy is 1.5"), ("result", {"by_pairs": []}, "lack"),
-    ("config", {"batch_examples": 9}, "batch_examples 9 where most have 8"),
-    ("config", {"d_state": 99}, "not comparable: d_state 99 where most have 8"),
+    ("config", {"batch_examples": 9}, "batch_examples 9 where most have 128"),
     ("data", {"sha256": {"test": "0"}}, "not comparable: test 0 where")])
 def test_a_bad_record_is_named_and_left_out(tmp_path, section, changes, word):
-    ran = [finished(rate=rate, accuracy=0.3 + rate) for rate in (1e-2, 1e-3, 1e-4)]
-    ran[0][section] |= changes
-    runs = table_of(tmp_path, ran)
-    (bad,) = runs[runs.left_out != ""].itertuples()
-    (point,) = report.summarise(runs)
-    assert len(runs) == 3 and bad.run == "0" and word in bad.left_out and point["learning_rate"] == 1e-3
+    saved = kept_in_results("steps")
+    bad, path = next(iter(saved["cells"])), tmp_path / "changed.json"
+    saved["cells"][bad][section] |= changes
+    path.write_text(json.dumps(saved))
+    runs = records.read(path)
+    assert word in runs[runs.run == bad].left_out.item() and (runs.left_out == "").sum() == 70
 
 
-def test_a_run_that_diverged_never_gets_there(tmp_path):
-    """A rate is not judged by the seeds that survived it."""
-    diverged = {"at": finished()["at"], "left_out": "it diverged: loss or gradient not finite up to step 9"}
-    ran = [diverged, finished(seed=2, accuracy=0.9), finished(rate=1e-3, seed=1), finished(rate=1e-3, seed=2)]
-    (point,) = report.summarise(table_of(tmp_path, ran))
-    assert point["learning_rate"] == 1e-3 and point["rates"][1e-2] == pytest.approx(0.45)
-    assert point["half"][1e-2][1] == math.inf
+@pytest.mark.parametrize("name", ["laptop", "sooner"])
+def test_each_number_of_a_page_is_that_of_its_records(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "draw", lambda panels, path, style: path.touch())
+    report.write(RESULTS / f"recall_{name}.json", tmp_path / f"recall_{name}")
+    assert (tmp_path / f"recall_{name}.md").read_text() == (RESULTS / f"recall_{name}.md").read_text()
 
 
-def test_the_best_rate_and_the_spread_over_seeds(tmp_path):
-    ran = [finished(rate=1e-2, seed=1, accuracy=0.95), finished(rate=1e-2, seed=2, accuracy=0.05),
-           finished(rate=1e-3, seed=1, accuracy=0.7), finished(rate=1e-3, seed=2, accuracy=0.6),
-           finished(rate=1e-4, accuracy=0.99)]
-    (point,) = report.summarise(table_of(tmp_path, ran))
-    assert point["learning_rate"] == 1e-3 and point["rates"][1e-3] == pytest.approx(0.65)  # of rates with both seeds
-    assert point["recall"] == pytest.approx(0.64)  # of examples that chose nothing
-    assert point["recalls"] == pytest.approx([0.69, 0.59]) and point["shown"] == "64.0% (59.0% .. 69.0%, 2 seeds)"
-    assert point["half"] == {1e-4: pytest.approx([14.4944], abs=1e-3), 1e-3: pytest.approx([16.667, 18.0], abs=1e-3),
-                             1e-2: [pytest.approx(14.706, abs=1e-3), math.inf]}
-    assert point["by_distance"] == {"2-3": pytest.approx((0.7 * 10 + 0.6 * 20) / 30)}  # seed 2 has twice the queries
-    assert (point["epochs"], point["seconds"], point["state_size"], point["parameters"]) == (1.25, 3, 640, 5000)
-    (point,) = report.summarise(table_of(tmp_path, [finished(rate=rate) for rate in (1e-2, 1e-3)]))
-    assert point["learning_rate"] == 1e-3  # the smaller of two that are alike
-    points = report.summarise(table_of(tmp_path, [*ran, finished("own", 512, 128), finished("own", 512, 64)]))
-    figures.draw(report.panels(points), tmp_path / "f.png")  # several lengths and widths
-    assert (tmp_path / "f.png").stat().st_size > 10_000 and len(points) == 3
+def test_the_best_rate_and_its_seeds_by_hand():
+    _, longhorn = report.summarise(records.read(RESULTS / "recall_sooner.json"))
+    at = {}
+    for ran in kept_in_results("sooner")["cells"].values():
+        if ran["at"]["mixer"] == "longhorn":
+            at.setdefault(ran["at"]["learning_rate"], []).append(ran["result"])
+    rates = {rate: np.mean([result["accuracy"] for result in results]) for rate, results in at.items()}
+    best = max(rates, key=rates.get)
+    assert longhorn["rates"] == pytest.approx(rates) and longhorn["learning_rate"] == best
+    recalls = [part["accuracy"] for result in at[best] for part in result["by_pairs"] if part["pairs"] == 8]
+    assert sorted(longhorn["recalls"]) == sorted(recalls) and longhorn["recall"] == pytest.approx(np.mean(recalls))
+    far = [part for result in at[best] for part in result["by_distance"] if part["from"] == 64]
+    right = np.average([part["accuracy"] for part in far], weights=[part["queries"] for part in far])
+    assert longhorn["by_distance"]["64-127"] == pytest.approx(right)
+
+
+def test_a_rate_counts_with_all_of_its_seeds():
+    runs = records.read(RESULTS / "recall_sooner.json")
+    best = report.summarise(runs)[1]["learning_rate"]
+    others = (runs.learning_rate == best) & (runs.seed > 11)
+    _, fewer = report.summarise(runs[~others])
+    assert fewer["learning_rate"] != best
+    runs.loc[others, "left_out"] = "it diverged"
+    runs.loc[others, ["accuracy", "recall", "steps_to_half"]] = math.nan
+    _, lost = report.summarise(runs)
+    assert lost["learning_rate"] != best and lost["half"][best][1:] == [math.inf] * 5
+    _, alike = report.summarise(runs.assign(accuracy=0.5))
+    assert alike["learning_rate"] == runs.learning_rate.min()
+
+
+def test_several_lengths_and_widths_are_drawn(tmp_path):
+    figures.draw(report.panels(report.summarise(records.read(RESULTS / "recall_steps.json"))), tmp_path / "f.png")
+    assert (tmp_path / "f.png").stat().st_size > 10_000
 
 
 def test_steps_to_half_are_compared_by_all_ways_to_divide_them():
