@@ -370,10 +370,16 @@ def test_todays_judge_is_put_into_all_versions(repo, run):
     assert code == 4 and result["changed"] == ["model.py"]
 
 
-def test_a_size_of_ones_own_and_what_a_link_would_write_elsewhere(repo, run, tmp_path, monkeypatch):
-    change(repo, SHIFT=0.5, SEED="b")
+def test_a_size_of_ones_own(repo, run):
+    (repo / "model.py").write_text(f"{written()}\n# edited")
     code, said, result = run("--sizes=tiny:n_layer=1,n_embd=32", "--sizes=460K")
-    assert code == 1 and [*result["sizes"]] == ["tiny", "460K"] and "\ntiny, 10 parameters, on " in said
+    assert code == 3 and [*result["sizes"]] == ["tiny", "460K"] and "\ntiny, 10 parameters, on " in said
+    assert [line[:19] for line in said.splitlines()[-2:]] == ["edit: tiny: identic", "edit: 460K: identic"]
+
+
+def test_what_a_link_would_write_elsewhere(repo, run, tmp_path, monkeypatch):
+    change(repo, SHIFT=0.5, SEED="b")
+    run("--pairs=2")
     (precious := tmp_path / "precious").write_text("kept")
     for path in [*(repo / "out").glob("*/edit-*/edit.*"), *(repo / "out").glob("*/edits.*")]:
         path.unlink()
