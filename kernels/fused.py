@@ -8,10 +8,10 @@ All of these packages are optional, and none is imported before an operator need
 import functools
 import importlib
 import importlib.metadata
-import re
 import sys
 
 import torch
+from torch.torch_version import TorchVersion
 
 GPU = "cuda"  # where these kernels run
 HALF = (torch.bfloat16, torch.float16)
@@ -54,8 +54,8 @@ def wrong_gradients(op):
     otherwise; a gradient of RetNet's was off by half on an H200 with Triton 3.6.0."""
     if op not in ("retention", "gated_delta_rule") or not torch.cuda.is_available():
         return None
-    version = importlib.metadata.version("triton")
-    broken = (3, 4) <= tuple(map(int, re.findall(r"\d+", version)[:3])) < (3, 7, 1)
+    version = TorchVersion(importlib.metadata.version("triton"))
+    broken = version >= "3.4" and version < "3.7.1"
     on_hopper = broken and torch.cuda.get_device_capability()[0] == 9
     return f"needs Triton 3.7.1 or later on a Hopper GPU: {version} computes wrong gradients" if on_hopper else None
 

@@ -188,7 +188,7 @@ exec sleep 1000
 """
 MEASURES = """
 until [ -e said ]; do sleep 0.01; done
-echo '{"n": NaN}' > x.json
+echo '{"n": [NaN]}' > x.json
 echo 'in short: well'
 """
 
@@ -202,7 +202,7 @@ def test_a_stage_of_a_gpu_adds_how_it_ended_to_its_record_and_at_which_clock(tmp
     gpu.run_stage(Stage("x", 60, ["sh", "-c", MEASURES]), tmp_path, 60)
     record = read_json(tmp_path / "x.json")
     assert (tmp_path / "x.log").read_text() == "in short: well\n"
-    assert record["n"] is None and record["dry_run"] is False
+    assert record["n"] == [None] and record["dry_run"] is False
     assert record["clock"] == {"samples": 3, "median_mhz": 1800, "least_mhz": 1755, "most_mhz": 1980,
                                "limit_mhz": 1980}
     assert record["stage"].items() >= {"status": "ok", "summary": "well", "exit_status": 0, "limit_seconds": 60}.items()
