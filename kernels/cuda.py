@@ -190,26 +190,30 @@ class Module:
     def __init__(self, cubin, kernels, args_size, lib=None, device=None):
         self.lib, self.context, self.ready = lib or driver(), ctypes.c_void_p(), set()
         if device is not None:  # PyTorch's context for the device, which an autograd thread may not have set yet
-            self.check(self.lib.cuDevicePrimaryCtxRetain(ctypes.byref(self.context), device), "the device's context")
-            self.check(self.lib.cuCtxSetCurrent(self.context), "cuCtxSetCurrent")
+            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), device)
+            self.call("cuCtxSetCurrent", self.context)
         module, at, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
-        self.check(self.lib.cuModuleLoadData(ctypes.byref(module), cubin), "loading the kernels")
+        self.call("cuModuleLoadData", ctypes.byref(module), cubin)
         self.functions = {name: ctypes.c_void_p() for name in kernels}
         for name, function in self.functions.items():
-            self.check(self.lib.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name)
-        self.check(self.lib.cuModuleGetGlobal_v2(ctypes.byref(at), ctypes.byref(size), module, b"facts"), "facts")
+            self.call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+        self.call("cuModuleGetGlobal_v2", ctypes.byref(at), ctypes.byref(size), module, b"facts")
         facts = (ctypes.c_int64 * (size.value // 8))()
-        self.check(self.lib.cuMemcpyDtoH_v2(facts, at, size.value), "facts")
+        self.call("cuMemcpyDtoH_v2", facts, at, size.value)
         # steps per chunk or tile, size of the args, threads and channels per block, states per channel with padding
         self.steps, args_size_there, self.threads, self.channels, self.states, *shared = facts
         self.shared = dict(zip(kernels, shared, strict=True))
         self.room = []
         for which in ROOM:
             value = ctypes.c_int()
-            self.check(self.lib.cuDeviceGetAttribute(ctypes.byref(value), which, device or 0), "cuDeviceGetAttribute")
+            self.call("cuDeviceGetAttribute", ctypes.byref(value), which, device or 0)
             self.room.append(value.value)
         if args_size_there != args_size:
             raise OSError(DISAGREE)
+
+    def call(self, function, *arguments):
+        """Call this function of the driver. Raises RuntimeError with what it says."""
+        self.check(getattr(self.lib, function)(*arguments), function)
 
     def check(self, code, action):
         if code:
