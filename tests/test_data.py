@@ -877,6 +877,8 @@ def test_no_network(small_units, tmp_path, prepare, monkeypatch):
                  "Skylion007/openwebtext", "no route to host", "--files")
     rejected(lambda: tokenizer.tiktoken_encoding("gpt2"), "tiktoken:gpt2", "no route to host", "--vocab")
     rejected(lambda: tokenizer.tiktoken_encoding("gpt2", tmp_path), "No such file", "vocab.bpe")
+    write_files(tmp_path, {"vocab.bpe": "not it", "encoder.json": "{}"})
+    rejected(lambda: tokenizer.tiktoken_encoding("gpt2", tmp_path), f"is not in --vocab {tmp_path} as OpenAI has it")
 
 
 def test_openwebtext_with_the_real_vocabulary(tmp_path, monkeypatch):
