@@ -178,13 +178,16 @@ def sm_clock(lines):
 def run_stage(stage, out, limit_s, dry_run=False):
     """Run a stage, and write its record; returns the record. Its entry "stage" says how it ended: status (ok, failed,
     over time, or skipped), reason, exit_status, command, seconds; "clock" is the GPU's."""
-    record, log = out / f"{stage.name}.json", out / f"{stage.name}.log"
+    record = out / f"{stage.name}.json"
+    log = out / f"{stage.name}.log"
     record.unlink(missing_ok=True)
     command = list(stage.command)
     if stage.budget:
         command.append(f"--budget_s={max(1.0, stage.budget(limit_s - 5)):.0f}")
     started = time.monotonic()
-    exit_status, text, ran_at = None, "", {}
+    exit_status = None
+    text = ""
+    ran_at = {}
     missing = [name for name in stage.needs if not (importlib.util.find_spec(name) or shutil.which(name))]
     if missing:
         status, reason = "skipped", f"{missing[0]} is not installed"
@@ -225,8 +228,11 @@ def verdict(stage, limit_s, exit_status, text):
 
 
 def last_line(text):
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:240] if lines else ""
+    lines = [""]
+    for line in text.splitlines():
+        if line.strip():
+            lines.append(line.strip())
+    return lines[-1][:240]
 
 
 def counts(text):
@@ -261,7 +267,8 @@ def run_call(wanted, out, budget_s, dry_run, done):
 
     done: {name: record} of earlier calls; what succeeded there is not repeated. It is updated.
     """
-    began, failed = time.monotonic(), 0
+    began = time.monotonic()
+    failed = 0
     for i, stage in enumerate(wanted):
         spent = time.monotonic() - began
         wrong = [name for name in ("build", "tests") if name in done and is_wrong(done[name])]
@@ -372,7 +379,8 @@ def main(argv):
     check_out(out / "environment.json", args.dry_run)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running stage
     os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *(f"{home}/bin" for home in cuda.homes())])
-    failed, done = 0, {}
+    failed = 0
+    done = {}
     calls = {name: CALLS[name] for name in args.stages if name in CALLS}
     if alone := [name for name in args.stages if name not in CALLS]:
         calls["stages"] = alone

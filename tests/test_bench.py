@@ -202,10 +202,11 @@ def test_a_stage_of_a_gpu_adds_how_it_ended_to_its_record_and_at_which_clock(tmp
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    gpu.run_stage(Stage("x", 60, ["sh", "-c", MEASURES]), tmp_path, 60)
+    gpu.run_stage(Stage("x", 60, ["sh", "-c", MEASURES], budget=lambda seconds: seconds - 30), tmp_path, 60)
     record = read_json(tmp_path / "x.json")
     assert (tmp_path / "x.log").read_text() == "in short: well\n"
     assert record["n"] == [None] and record["dry_run"] is False
+    assert record["stage"]["command"].endswith(" --budget_s=25")
     assert record["clock"] == {"samples": 3, "median_mhz": 1800, "least_mhz": 1755, "most_mhz": 1980,
                                "limit_mhz": 1980}
     assert record["stage"].items() >= {"status": "ok", "summary": "well", "exit_status": 0, "limit_seconds": 60}.items()
