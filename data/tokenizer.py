@@ -240,10 +240,12 @@ class Text:
         if self.kind == "bytes":
             return list(text.encode("utf-8", "surrogatepass"))
         if self.kind == "tiktoken":
-            allowed = {"allowed_special": {"<|endoftext|>"} if special else set(), "disallowed_special": ()}
+            names = {"<|endoftext|>"} if special else set()
+            allowed = {"allowed_special": names, "disallowed_special": ()}
             with contextlib.suppress(ValueError):
                 return self.encoding.encode(text, **allowed)
-            ids, start = [], 0  # its regular expression gives up over very many blanks
+            ids = []  # its regular expression gives up over very many blanks
+            start = 0
             while start < len(text):
                 cut = place_to_cut(text, start, MOST_AT_ONCE)
                 ids += self.encoding.encode(text[start:cut], **allowed)
@@ -259,7 +261,8 @@ class Text:
 
     def encode_after(self, before, text):
         """Token ids (list) of a piece of a document that follows the character `before` ("": it begins there)."""
-        ahead, ids = self.encode_ordinary(before), self.encode_ordinary(before + text)
+        ahead = self.encode_ordinary(before)
+        ids = self.encode_ordinary(before + text)
         if ids[:len(ahead)] == ahead:  # Mistral's would begin each piece with a blank
             return ids[len(ahead):]
         return self.encode_ordinary(text)
