@@ -21,14 +21,13 @@ One rule holds in both directions: transformers' model is built beside ours, fro
 random tokens agree, or nothing is written. An import knows a LLaMA or Mamba by the names of its tensors, whatever its
 model_type, and names everything at once that our skeleton cannot express (grouped queries, biases, another rotary base;
 docs/adding-a-model.md has a table). A LLaMA or Mamba whose source differs from the one committed here (COMMITTED) is
-exported under model_type "longhorn", with its code; so is one of packed documents, and any with --with_code.
-`--check=FOLDER` repeats the comparison on any later day and machine. That runs the code in the folder; an import runs
-none, and opens only JSON and safetensors; nothing is unpickled.
+exported under model_type "longhorn", with its code; so is one of packed documents. `--check=FOLDER` repeats the
+comparison on any later day and machine. That runs the code in the folder; an import runs none, and opens only JSON and
+safetensors; nothing is unpickled.
 """
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -59,8 +58,7 @@ from data.tokenizer import Text
 from model import LM, ModelConfig, check_sizes, round_up
 from runtime import checkpoint
 from runtime.folder import lock_run_dir
-from runtime.records import NATIVE_SOURCES, BadRecord, fields, write_json
-from runtime.records import read_json as read_record
+from runtime.records import NATIVE_SOURCES, BadRecord, fields, read_json, write_json
 
 
 @dataclass
@@ -72,11 +70,8 @@ class ExportConfig:
     tokenizer: str = "auto"  # import: bytes, tiktoken:NAME or hf:NAME; auto: as in its config.json
     vocab: str = ""  # folder with a tiktoken vocabulary's files, to need no network
     license: str = ""  # export: licence of the weights for the model card, as mit or cc-by-4.0
-    with_code: bool = False  # export: with this project's code, also where transformers has the family
     check: str = ""  # an exported folder: verify it (with --out_dir, against that run's checkpoint); runs its code
     overwrite: bool = False  # replace an earlier export or import in that folder
-
-    RENAMED = {"own_code": "with_code"}
 
 
 ROOT = Path(__file__).resolve().parent
@@ -90,7 +85,6 @@ FIXED = {"architectures": ["LonghornForCausalLM"], "model_type": OURS, "tie_word
                       "AutoModelForCausalLM": "modeling_longhorn.LonghornForCausalLM"}}
 TOLERANCE = {"transformers": 1e-5, "longhorn": 1e-4}  # of the largest logit in float32, for whose class was written
 CHECK_TOKENS = 4096  # at most block_size
-NO_TRANSFORMERS = "the package transformers is missing: pip install --group test"
 
 # What `source_hash` gives for the code that transformers' classes were compared with: other code goes along.
 COMMITTED = {"llama": "ee42836bf8bb", "mamba": "1dde754f2b5f"}
@@ -262,12 +256,12 @@ def modelling_code():
     return code.replace("SOURCES = {}", table + "}").replace("NATIVE = {}", f"NATIVE = {native!r}")
 
 
-def tokenizer_files(meta, vocab=None, most=None):
+def tokenizer_files(meta, vocab, with_code):
     """({name: text} of the files for AutoTokenizer, the token that ends a text or None, the one that pads or None).
 
-    Padding is the token that ends a text or, if that is ordinary text, one after the vocabulary, below `most` if given;
-    of 256 bytes then byte 255, which no UTF-8 text has. Without files if the tokenizer is unknown, or cannot be loaded
-    (which is printed).
+    Padding is the token that ends a text. Where that is ordinary text it is one after the vocabulary, which the
+    exported code never looks up; transformers' classes would, and have none. Without files if the tokenizer is unknown,
+    or cannot be loaded (which is printed).
     """
     try:
         text = Text(meta["tokenizer"], meta.get("table"), vocab or None)
@@ -285,12 +279,8 @@ def tokenizer_files(meta, vocab=None, most=None):
     if end:
         settings |= {"bos_token": end, "eos_token": end, "pad_token": end}
         end = padding = text.eot_token
-    elif most is None or text.n_vocab < most or text.kind == "bytes":
+    elif with_code:
         padding, settings["pad_token"] = text.n_vocab, "<|pad|>"
-        if padding == most:
-            padding = most - 1
-            ids = tokenizer_json["model"]["vocab"]
-            tokenizer_json["model"]["vocab"] = {token if i < padding else "<|pad|>": i for token, i in ids.items()}
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         tokenizer_json["added_tokens"].append({"id": padding, "content": "<|pad|>", **flags, "special": True})
     texts = json.dumps(tokenizer_json, ensure_ascii=False), json.dumps(settings, indent=1)
@@ -299,12 +289,11 @@ def tokenizer_files(meta, vocab=None, most=None):
 
 def export_run(config):
     check_target(config.to, FILES, config.overwrite)  # check first: reading may take minutes
+    quiet_transformers()
     lm, meta = sample.load_model(config.out_dir)
     kind = family(lm.config)
-    if kind in ARCHITECTURES and not config.with_code:
-        if not has_transformers():
-            reason = NO_TRANSFORMERS
-        elif lm.config.documents == "pack" and lm.config.end_of_text >= 0:
+    if kind in ARCHITECTURES:
+        if lm.config.documents == "pack" and lm.config.end_of_text >= 0:
             reason = "it reads on after the token that ends a document (documents=pack)"
         elif source_hash(lm) != COMMITTED[kind]:
             reason = "the source of its classes is not the committed one"
@@ -323,8 +312,7 @@ def export_run(config):
 def written(config, lm, meta, kind):
     """Write and verify the folder, and say so. kind: see to_hf. Raises Unlike, before the folder exists."""
     dtype, with_code = getattr(torch, config.dtype), kind not in ARCHITECTURES
-    most = None if with_code else lm.config.vocab_size  # our own code never looks at padding
-    files, end_of_text, padding = tokenizer_files(meta, config.vocab, most)
+    files, end_of_text, padding = tokenizer_files(meta, config.vocab, with_code)
     there, tensors = to_hf(lm, dtype, end_of_text, kind)
     if with_code:
         there["pad_token_id"] = padding  # LLaMA's would get no gradient
@@ -335,10 +323,9 @@ def written(config, lm, meta, kind):
     verified["files"] = checksums(there, files)
     with replacing_folder(config.to, config.overwrite) as tmp:
         write_files(tmp, there, tensors, files)
-        difference = compare(expected, logits_from(tmp, there, len(expected)), kind)
-        by = "transformers" if has_transformers() else "this repository"
-        agreement = (f"read back by {by}, its logits on {len(expected):,} random tokens agree to {difference:.0e} of "
-                     "the largest")
+        difference = compare(expected, logits_from(in_transformers(tmp, kind), len(expected)), kind)
+        agreement = (f"read back by transformers, its logits on {len(expected):,} random tokens agree to "
+                     f"{difference:.0e} of the largest")
         (tmp / "README.md").write_text(model_card(config, lm, meta, there, agreement), encoding="utf-8")
     count, trust = sum(p.numel() for p in lm.parameters()), ", trust_remote_code=True" if with_code else ""
     print(f"wrote {config.to}: {count:,} parameters; load it with AutoModelForCausalLM.from_pretrained({config.to!r}"
@@ -356,64 +343,32 @@ def write_files(folder, config, tensors, files=()):
 
 
 @contextlib.contextmanager
-def replacing_folder(folder, overwrite=False):
-    """`with replacing_folder(folder) as tmp`: what the block writes to `tmp` becomes `folder`, which at any moment is
-    absent, or a complete old or new one. Raises ConfigError if `check_target` or the disk refuses, or another process
-    writes there."""
+def replacing_folder(folder, overwrite):
+    """`with replacing_folder(folder) as tmp`: what the block writes to `tmp` becomes `folder`; after an error it stays
+    as it was. Raises ConfigError if `check_target` or the disk refuses."""
     target = Path(folder).resolve()  # a rename cannot replace a link to a folder
-    tmp, old = (target.with_name(f".{target.name}.export.{kind}") for kind in ("tmp", "old"))
+    tmp = target.with_name(f".{target.name}.export.tmp")
     try:
-        tmp.mkdir(parents=True, exist_ok=True)
-        with locked(tmp, folder):
-            try:
-                if old.exists() and not os.path.lexists(target):  # a process was killed between its renames
-                    os.rename(old, target)
-                check_target(folder, FILES, overwrite)  # again: another process may have been faster
-                for left in tmp.iterdir():
-                    left.unlink()
-                yield tmp
-                shutil.rmtree(old, ignore_errors=True)
-                if target.exists():
-                    os.rename(target, old)
-                os.rename(tmp, target)
-                sync_folder(target.parent)
-                shutil.rmtree(old, ignore_errors=True)
-            finally:
-                if old.exists() and not target.exists():
-                    os.rename(old, target)
-                shutil.rmtree(tmp, ignore_errors=True)
+        shutil.rmtree(tmp, ignore_errors=True)  # an export was killed
+        tmp.mkdir(parents=True)
+        try:
+            yield tmp
+            check_target(folder, FILES, overwrite)  # again: another process may have been faster
+            if target.exists():
+                shutil.rmtree(target)
+            os.rename(tmp, target)
+            sync_folder(target.parent)
+        finally:
+            shutil.rmtree(tmp, ignore_errors=True)
     except OSError as error:
         raise ConfigError(f"cannot write {folder}: {error.strerror or error}: make room, or choose another folder"
                           ) from None
 
 
-@contextlib.contextmanager
-def locked(tmp, folder):
-    """Alone in `tmp`, where `folder` is written. Raises ConfigError if another process is there."""
-    handle = os.open(tmp, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            alone = os.path.samestat(os.fstat(handle), os.stat(tmp))  # else the other has just finished
-        except (BlockingIOError, FileNotFoundError):
-            alone = False
-        except OSError:  # a file system without locks
-            alone = True
-        if not alone:
-            raise ConfigError(f"another process is exporting to {folder}: wait for it, or choose another folder")
-        yield
-    finally:
-        os.close(handle)
-
-
 def check_target(folder, files, overwrite):
     """Raises ConfigError unless `folder` is absent, empty, or holds only `files` and may be overwritten."""
-    try:
-        there = sorted(os.listdir(folder)) if os.path.lexists(folder) else []
-    except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror}: choose another folder") from None
-    ignored = (".lock", "__pycache__")  # left by a run, and by a program that has imported the folder's code
-    there = [name for name in there if name not in ignored]
+    ignored = {".lock", "__pycache__"}  # left by a run, and by a program that has imported the folder's code
+    there = sorted({*os.listdir(folder)} - ignored) if os.path.lexists(folder) else []
     for name in there:
         if name.partition(".tmp-")[0] not in files:
             raise ConfigError(f"{folder} contains other files ({name}), which are never overwritten: choose another "
@@ -424,17 +379,15 @@ def check_target(folder, files, overwrite):
 
 # --------------------------------------------------------------------------------------------------------------- import
 
-# what "run" in config.json, written by an export, says for sample.py: its type, and what stands for anything else
-NOTES = {"tokenizer": (str, None), "table": (str, None), "step": (int, 0), "tokens": (int, 0), "data": (dict, None)}
+# what "run" in config.json, written by an export, says for sample.py, and what stands for it elsewhere
+NOTES = {"tokenizer": None, "table": None, "step": 0, "tokens": 0, "data": None}
 
 
 def import_folder(config):
     check_target(config.out_dir, ("checkpoint.safetensors",), config.overwrite)
     lm = load(config.from_hf)
-    run, notes = read_json(Path(config.from_hf) / "config.json").get("run"), {}
-    for name, (kind, absent) in NOTES.items():
-        value = run.get(name) if isinstance(run, dict) else None
-        notes[name] = value if type(value) is kind else absent
+    run = config_of(Path(config.from_hf)).get("run", {})
+    notes = {name: run.get(name, otherwise) for name, otherwise in NOTES.items()}
     chosen = config.tokenizer
     if chosen == "auto" and not notes["tokenizer"] and Path(config.from_hf, TOKENIZER[0]).exists():
         chosen = f"hf:{config.from_hf}"
@@ -446,11 +399,8 @@ def import_folder(config):
     tensors, structure = checkpoint.flatten({"model": lm.state_dict()})
     meta = {"skeleton": structure, "config": dataclasses.asdict(lm.config), **notes, "imported_from": config.from_hf}
     path = Path(config.out_dir) / "checkpoint.safetensors"
-    try:
-        with lock_run_dir(path.parent):
-            checkpoint.save(path, tensors, meta)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
+    with lock_run_dir(path.parent):
+        checkpoint.save(path, tensors, meta)
     unlike_defaults = dataclasses.asdict(lm.config).items() - dataclasses.asdict(ModelConfig()).items()
     taken = ", ".join(f"{name}={value}" for name, value in sorted(unlike_defaults))
     unknown = "" if notes["tokenizer"] else " (first import it again with its --tokenizer, such as bytes or gpt2)"
@@ -462,13 +412,13 @@ def import_folder(config):
 def load(folder):
     """The LM, in evaluation mode, from a folder that export.py or transformers wrote. Raises ConfigError."""
     folder = Path(folder)
-    config = read_json(folder / "config.json")
+    config = config_of(folder)
     files = weight_files(folder)
     try:
         recorded = as_recorded(folder, config, ["config.json"])
         if config.get("model_type") != OURS:
             return beside_theirs(folder)
-        if gone := checkpoint.former_setting({"config": config}):
+        if gone := checkpoint.former_setting(config):
             raise ValueError(gone)
         lm = filled(sample.sizes_of(config), tensors_in(files), OURS)
         if recorded:
@@ -481,8 +431,6 @@ def load(folder):
 def beside_theirs(folder):
     """Our LM with the weights of transformers' model in a folder, if their logits agree. Raises ConfigError, with all
     reasons that are known before."""
-    if not has_transformers():
-        raise ConfigError(f"{NO_TRANSFORMERS} (an import is compared with its model)")
     transformers = quiet_transformers()
     try:
         there = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -490,20 +438,19 @@ def beside_theirs(folder):
         with torch.device("meta"):  # takes no memory
             model = transformers.AutoModelForCausalLM.from_config(there, trust_remote_code=False)
         tensors = dict(model.named_parameters())
-        kinds = [kind for kind, name in EMBEDDINGS.items() if name in tensors]
-        sizes = theirs_sizes(there, kinds[0]) if kinds else None
+        kind = next((kind for kind, name in EMBEDDINGS.items() if name in tensors), None)
+        sizes = theirs_sizes(there, kind) if kind else None
     except Exception as error:  # transformers raises a dozen kinds
         raise ConfigError(f"config.json describes no valid model: {' '.join(str(error).split())[:200]}") from None
-    if not kinds:
+    if not kind:
         raise ConfigError(f"model_type {there.model_type!r} has the tensor {min(tensors)}, and only LLaMA's names "
                           f"({EMBEDDINGS['llama']}, ...) and Mamba's are known")
-    if reasons := reasons_against(there, sizes, tensors, kinds[0]):
-        raise ConfigError(f"our {kinds[0]} cannot express {'; '.join(reasons)}")
-    theirs = in_transformers(folder, kinds[0])
-    lm = filled(sizes, theirs.state_dict(), kinds[0])
+    if reasons := reasons_against(there, sizes, tensors, kind):
+        raise ConfigError(f"our {kind} cannot express {'; '.join(reasons)}")
+    theirs = in_transformers(folder, kind)
+    lm = filled(sizes, theirs.state_dict(), kind)
     ours = logits_of(lm)
-    with torch.inference_mode():
-        compare(theirs(random_tokens(sizes.vocab_size, len(ours))).logits[0], ours, kinds[0])
+    compare(logits_from(theirs, len(ours)), ours, kind)
     return lm
 
 
@@ -568,14 +515,13 @@ def tensors_in(files):
     return tensors
 
 
-def read_json(path):
+def config_of(folder):
+    """The content of a folder's config.json. Raises ConfigError."""
     try:
-        return {**json.loads(regular(path).read_bytes())}
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}: give a folder with config.json and model.safetensors; "
-                          f"{checkpoint.DOWNLOAD.format(os.path.dirname(path))}") from None
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path}: not a JSON object of settings: {error}") from None
+        return read_json(folder / "config.json")
+    except BadRecord as error:
+        raise ConfigError(f"{folder}/config.json: {error}: give a folder with config.json and model.safetensors; "
+                          f"{checkpoint.DOWNLOAD.format(folder)}") from None
 
 
 # -------------------------------------------------------------------------------------------------------- verification
@@ -620,13 +566,12 @@ def checksums(config, texts):
     return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
 
-def has_transformers():
-    return importlib.util.find_spec("transformers") is not None
-
-
 def quiet_transformers():
-    """The package, which then says nothing below an error."""
-    import transformers
+    """The package, which then says nothing below an error. Raises ConfigError if it is missing."""
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError("the package transformers is missing: pip install --group test") from None
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -657,13 +602,9 @@ def in_transformers(folder, kind):
 
 
 @torch.inference_mode()
-def logits_from(folder, config, n):
-    """(T, vocab_size) float32 of a written folder on n random tokens, computed by transformers or, if that is not
-    installed, by this repository. Raises Unlike if it cannot be loaded."""
-    idx = random_tokens(config["vocab_size"], n)
-    if has_transformers():
-        return in_transformers(folder, config["model_type"])(idx).logits[0].float()
-    return load(folder)(idx)[0][0].float()
+def logits_from(model, n):
+    """(n, vocab_size) float32: the logits of transformers' model on random tokens."""
+    return model(random_tokens(model.config.vocab_size, n)).logits[0].float()
 
 
 def compare(expected, logits, kind):
@@ -708,11 +649,11 @@ def as_recorded(folder, there, files=()):
 def check_folder(config):
     """--check: every file but the model card, and the logits against those at the export, or those of a run."""
     folder = Path(config.check)
-    there = read_json(folder / "config.json")
+    there = config_of(folder)
     try:
         recorded, kind = as_recorded(folder, there), there["model_type"]
         n = min(recorded["tokens"], CHECK_TOKENS)
-        logits = logits_from(folder, there, n)
+        logits = logits_from(in_transformers(folder, kind), n)
         if config.out_dir:
             lm, _ = sample.load_model(config.out_dir)
             difference = compare(logits_of(rounded(lm, getattr(torch, there["dtype"]), kind), n), logits, kind)
@@ -739,7 +680,6 @@ pipeline_tag: text-generation
 {model}: {parameters:,} parameters in {dtype}, trained for {steps:,} steps on {tokens:,} tokens.
 
 - data: {data}
-- licence of the weights: {licence}
 - code: {code}
 - verified: {verified}
 
@@ -756,30 +696,33 @@ def model_card(config, lm, meta, there, verified):
     """The README.md of an exported folder: data, licence, commit, and how it was verified."""
     sums = [f"{split} sha256 {str(value)[:16]}" for split, value in (meta["data"] or {}).items()]
     return CARD.format(
-        name=Path(config.to).resolve().name, license=config.license or "unknown",
-        licence=config.license or "not stated (--license)", model=lm.config.pattern or lm.config.model,
-        parameters=sum(p.numel() for p in lm.parameters()), dtype=config.dtype, steps=meta["step"] or 0,
-        tokens=meta["tokens"] or 0, data=f"{meta['config'].get('dataset', 'unknown')} "
-        f"({', '.join(sums) or 'no checksum'})", code=code_of(config.out_dir, meta), verified=verified,
-        trust=", trust_remote_code=True" if there["model_type"] == OURS else "")
+        name=Path(config.to).resolve().name,
+        license=config.license or "unknown",
+        model=lm.config.pattern or lm.config.model,
+        parameters=sum(p.numel() for p in lm.parameters()),
+        dtype=config.dtype,
+        steps=meta["step"] or 0,
+        tokens=meta["tokens"] or 0,
+        data=f"{meta['config'].get('dataset', 'unknown')} ({', '.join(sums) or 'no checksum'})",
+        code=code_of(sample.checkpoint_at(config.out_dir).parent),
+        verified=verified,
+        trust=", trust_remote_code=True" if there["model_type"] == OURS else "",
+    )
 
 
-def code_of(out_dir, meta):
+def code_of(folder):
     """Which code trained a run, in words."""
     try:
         with fields():
-            record = read_record(Path(out_dir) / "config.json")
-            if not sample.is_of_run(record, meta.get("code_versions")):
-                raise BadRecord("another run's")
-            ran_in = record["environment"]
+            ran_in = read_json(folder / "config.json")["environment"]
             code = f"commit {ran_in['commit']}, {ran_in['code']}"
             if ran_in["uncommitted_changes"]:
                 code += ", with uncommitted changes"
-            if sample.code_since(out_dir):
+            if sample.code_since(folder):
                 code += "; changed between training and export"
             return code
     except BadRecord:
-        return "unknown (the run's config.json is missing, damaged, or another run's)"
+        return "unknown (the run's config.json is missing or damaged)"
 
 
 def main(argv):

@@ -9,7 +9,6 @@ these are compiled and used. The cache for generation is the model's own state. 
 side.
 """
 
-import functools
 import hashlib
 import importlib
 import importlib.abc
@@ -19,7 +18,6 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -170,24 +168,13 @@ def joined(states):
     return torch.cat(states)
 
 
-def recomputed(layer, h, state=None, passed=None):
-    """A layer's forward, which in training is computed again in the backward pass."""
-    forward = type(layer).forward
-    if state is not None or not (layer.training and torch.is_grad_enabled()):
-        return forward(layer, h, state, passed)
-    same_documents = sys.modules[type(layer).__module__.rpartition(".")[0] + ".kernels.ops"].same_documents
-    return checkpoint(forward, layer, h, None, passed, use_reentrant=False, context_fn=same_documents)
-
-
 class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = LonghornConfig
     base_model_prefix = "model"
     _is_stateful = True
-    supports_gradient_checkpointing = True
 
     def __init__(self, config):
         super().__init__(config)
-        self.gradient_checkpointing = False
         module, backend = load_sources()
         settings = {name: getattr(config, name) for name in vars(module.ModelConfig()) if name != "backend"}
         with torch.device("cpu"):  # transformers' "meta" would leave tensors without values that no file holds
@@ -225,26 +212,18 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self):
         return None  # of the LM, which ties its head itself or does not
 
-    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, every_n_layers=1, **_):
-        self.gradient_checkpointing = enable
-        for i, layer in enumerate(self.model.layers):
-            layer.__dict__.pop("forward", None)
-            if enable and i % every_n_layers == 0:
-                layer.forward = functools.partial(recomputed, layer)
-
-    def forward(self, input_ids=None, attention_mask=None, past_key_values=None, inputs_embeds=None, use_cache=None,
-                labels=None, logits_to_keep=0, return_dict=None, **how):
+    def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=None, labels=None,
+                logits_to_keep=0, return_dict=None, **how):
         """logits (B, T, vocab_size); labels (B, T), -100 at positions without a loss, are shifted by one here.
 
         Padding, where attention_mask is 0, is not read, wherever it is; the logits there are those after the row's last
         token before it. logits_to_keep: that many of the last positions (0: all), or their indices.
         """
-        given = input_ids if inputs_embeds is None else inputs_embeds  # (B, T) or (B, T, n_embd)
-        real = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device)
+        real = torch.ones_like(input_ids, dtype=torch.bool)  # (B, T)
         if attention_mask is not None:
-            real = attention_mask[:, -given.shape[1]:].to(given.device) != 0
+            real = attention_mask[:, -input_ids.shape[1]:].to(input_ids.device) != 0
         counts, at = real.sum(1), real.long().cumsum(1)  # (B,), (B, T): tokens read up to each position
-        given = self.tokens_first(given, real)
+        given = self.tokens_first(input_ids, real)
         last_only = isinstance(logits_to_keep, int) and logits_to_keep == 1 and labels is None
         cache = None
         if use_cache or isinstance(past_key_values, State):
@@ -267,10 +246,8 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         return output if as_dict else output.to_tuple()
 
     def tokens_first(self, given, real):
-        """Each row's tokens (B, T) or embeddings (B, T, n_embd), and after them its padding."""
+        """Each row's tokens (B, T), and after them its padding."""
         order = (~real).long().argsort(dim=1, stable=True)
-        if given.dim() == 3:
-            return given.gather(1, order[..., None].expand_as(given))
         pad = getattr(self.config, "pad_token_id", None)
         if pad is not None and pad >= self.config.vocab_size:  # an id that the embedding lacks
             real = real & (given != pad)
@@ -282,20 +259,9 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         after the last if those suffice and no row is shorter."""
         N = max(1, int(counts.max()))
         if last_only and bool((counts == N).all()):
-            return self.read(given[:, :N], last_only=True)[0]
-        logits = self.read(given[:, :N])[0]  # (B, N, vocab_size)
+            return self.model(given[:, :N], last_only=True)[0]
+        logits = self.model(given[:, :N])[0]  # (B, N, vocab_size)
         return torch.cat([logits[:, :1], logits], 1)
-
-    def read(self, given, **how):
-        """The LM on tokens (B, T), or on embeddings (B, T, n_embd) in place of its own."""
-        if given.dim() == 2:
-            return self.model(given, **how)
-        idx = given.new_full(given.shape[:2], int(self.config.end_of_text == 0), dtype=torch.long)
-        hook = self.model.embed.register_forward_hook(lambda *_: given)
-        try:
-            return self.model(idx, **how)
-        finally:
-            hook.remove()
 
     def through_state(self, given, counts, before, last_only):
         """(logits, the next State) for rows whose first `counts` entries of `given` are tokens. The logits are those
@@ -310,7 +276,7 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         logits = last.repeat(1, 1 + max(1, *counts), 1)
         for rows, state, n in before.divided(counts, alone):
             if n:
-                read, _, state = self.read(given[rows, :n], state=state, last_only=last_only)
+                read, _, state = self.model(given[rows, :n], state=state, last_only=last_only)
                 last[rows] = read[:, -1:].to(last.dtype)
                 if not last_only:
                     logits[rows, 1:n + 1] = read.to(last.dtype)
@@ -324,17 +290,11 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls):
         return False  # `forward` makes its own
 
-    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, inputs_embeds=None,
-                                      use_cache=True, next_sequence_length=None, **_):
+    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, use_cache=True,
+                                      next_sequence_length=None, **_):
         past = past_key_values if isinstance(past_key_values, State) else None
         inputs = {"attention_mask": attention_mask, "past_key_values": past, "use_cache": use_cache,
                   "logits_to_keep": 1}
         total = input_ids.shape[1] if attention_mask is None else attention_mask.shape[1]
-        if inputs_embeds is not None and past is None:
-            written = total if attention_mask is None else total - inputs_embeds.shape[1]
-            if written > 0:
-                more = self.model.embed(input_ids[:, -written:]).to(inputs_embeds.dtype)
-                inputs_embeds = torch.cat([inputs_embeds, more], 1)
-            return {**inputs, "inputs_embeds": inputs_embeds}
         new = next_sequence_length or (total - past.seen if past is not None and total > past.seen else 0)
         return {**inputs, "input_ids": input_ids[:, -new:]}  # 0: all
