@@ -1,16 +1,18 @@
 """Score a checkpoint on tasks of the lm-evaluation-harness, which `make eval` installs.
 
-    python evaluate.py out/longhorn_bpe                                        # embedded tasks, which need no download
+    python evaluate.py out/longhorn_bpe                                        # embedded: needs no download
     python evaluate.py out/longhorn_1b3 --tasks=paper                          # the paper's Table 2, zero-shot
+    python evaluate.py out/longhorn_1b3/checkpoint-9600.safetensors --tasks=paper   # of a step in --keep_steps
     python evaluate.py out/longhorn_1b3 --tasks=lambada_openai,wikitext --include=my_tasks/
     torchrun --standalone --nproc_per_node=8 evaluate.py out/longhorn_1b3 --tasks=paper
 
 Your own task files (*.yaml, in the harness's format) can use local data, with `dataset_path: json` and `data_files`
-under `dataset_kwargs`. Then no network is needed; neither is one for the embedded tasks (evaluation/tasks.py). Task
+under `dataset_kwargs`. Then no network is needed; neither is one for the embedded task (evaluation/tasks.py). Task
 files are programs: the harness runs their templates and the functions that they name.
 
-Results go to eval_tasks.json in the run's folder, with standard errors and the versions of tasks and harness. Results
-on other tasks stay there if they belong to the same checkpoint, settings and code.
+Results go to eval_tasks.json in the run's folder, or eval_tasks-checkpoint-9600.json, with standard errors and the
+versions of tasks and harness. Results on other tasks stay there if they belong to the same checkpoint, settings and
+code.
 evaluation/harness.py explains how contexts and texts are read.
 """
 
@@ -40,7 +42,7 @@ ROOT = Path(__file__).resolve().parent
 
 @dataclass
 class EvaluateConfig:
-    out_dir: str = ""  # the run's folder, with checkpoint.safetensors; or give it as the first argument
+    out_dir: str = ""  # the run's folder, with checkpoint.safetensors, or a checkpoint; may be the first argument
     tasks: str = "embedded"  # comma-separated harness tasks or task files; paper: Table 2's; embedded: no download
     include: str = ""  # folder with your own task files (*.yaml), which can run code: use only files that you trust
     limit: Whole = 0  # documents per task, to try things out; 0: all
@@ -77,7 +79,8 @@ def main(argv):
         raise ConfigError(f"include {config.include}: there is no such folder")
     device = distributed.open_device(config)
     lm, meta = sample.load_model(config.out_dir, device)
-    crc32 = checkpoint.checksum(Path(config.out_dir) / checkpoint.NEWEST)
+    path = sample.checkpoint_at(config.out_dir)
+    crc32 = checkpoint.checksum(path)
     text = tokenizer_of(meta, config)
     harness = tasks.import_harness()
     loaded = harness.load_tasks(tasks.named(config.tasks, ROOT / "data" / "pystdlib"), config.include or None)
@@ -92,12 +95,13 @@ def main(argv):
     results, block = output["results"], lm.config.block_size
     print(tasks.results_table(results))
     if set(tasks.PAPER) <= results.keys():
-        print("\n" + tasks.table2(Path(config.out_dir).name, results))
+        print("\n" + tasks.table2(path.parent.name, results))
     if max(longest) > block and not config.max_length:
         print(f"{sum(longer):,} sequences are longer than the training block of {block:,} tokens, up to "
               f"{max(longest):,}: read whole (--max_length truncates them)")
     weights = {"crc32": crc32, "seed": meta["config"].get("seed"), "code": (meta.get("code_versions") or [None])[-1]}
-    write(Path(config.out_dir) / "eval_tasks.json", {
+    name = "eval_tasks.json" if path.name == checkpoint.NEWEST else f"eval_tasks-{path.stem}.json"
+    write(path.with_name(name), {
         "step": meta.get("step"), "tokens": meta.get("tokens"), "checkpoint": weights,
         "limit": config.limit, "max_length": config.max_length, "dtype": str(dtype).removeprefix("torch."),
         "tokenizer": text.name, "tokenizer_sha256": text.table_sha256,

@@ -418,7 +418,7 @@ def load(folder):
         recorded = as_recorded(folder, config, ["config.json"])
         if config.get("model_type") != OURS:
             return beside_theirs(folder)
-        if gone := checkpoint.former_setting(config):
+        if gone := checkpoint.former_setting({"config": config}):
             raise ValueError(gone)
         lm = filled(sample.sizes_of(config), tensors_in(files), OURS)
         if recorded:

@@ -39,7 +39,7 @@ MACHINERY = ("train.py", "optim.py", "configurator.py", "initialisation.py", "co
 
 @dataclass
 class SampleConfig:
-    out_dir: str = "out/longhorn_bpe"  # the run's folder, with checkpoint.safetensors
+    out_dir: str = "out/longhorn_bpe"  # the run's folder, with checkpoint.safetensors; or a checkpoint
     prompt: str = "\n"  # text to continue; -: read stdin; @FILE: read a file (UTF-8; any bytes for byte models)
     max_new_tokens: Count = 500  # tokens per sample
     num_samples: Count = 1  # number of samples
@@ -54,10 +54,16 @@ class SampleConfig:
     RENAMED = old_names.SAMPLE
 
 
-def load_model(folder, device="cpu"):
-    """(LM in evaluation mode, the checkpoint's meta) from a run's folder. Raises CheckpointError. A line on stderr says
-    if the code has changed since the training."""
-    path = Path(folder) / "checkpoint.safetensors"
+def checkpoint_at(place):
+    """The path of a checkpoint: the place itself, or the newest in a run's folder."""
+    place = Path(place)
+    return place if place.is_file() else place / checkpoint.NEWEST
+
+
+def load_model(place, device="cpu"):
+    """(LM in evaluation mode, the checkpoint's meta) from a run's folder or a checkpoint. Raises CheckpointError. A
+    line on stderr says if the code has changed since the training."""
+    path = checkpoint_at(place)
     tensors, meta = checkpoint.load(path)
     with checkpoint.fitting(path):
         task = dict(meta["config"]).get("task")
@@ -77,21 +83,17 @@ def load_model(folder, device="cpu"):
             raise ValueError(wrong)
         lm = LM(sizes)
         lm.load_state_dict(weights)
-    changed = code_since(folder, meta.get("code_versions"))
+    changed = code_since(path.parent)
     if changed and distributed.rank() == 0:
         print(changed, file=sys.stderr)
     return lm.to(device).eval(), meta
 
 
-def code_since(folder, versions=None):
+def code_since(folder):
     """A line if what computes the model has changed since the run in `folder` was trained, with the way back; "" if
-    not, or if its config.json does not say. Another line if that is another run's (see is_of_run)."""
+    not, or if its config.json does not say."""
     with contextlib.suppress(BadRecord), fields():
-        record = read_json(Path(folder) / "config.json")
-        ran_in = record["environment"]
-        if not is_of_run(record, versions):
-            return (f"{folder}/config.json is not of this checkpoint: it names code {ran_in['code']}, the checkpoint "
-                    f"{', then '.join(versions)}; so this may be another model")
+        ran_in = read_json(Path(folder) / "config.json")["environment"]
         changed = changed_files(ran_in["code_files"], code_identity()["code_files"])
         changed = [path for path in changed if not path.startswith(MACHINERY)]
         back = f"go back with git checkout {ran_in['commit']}" if ran_in["commit"] else "its commit is not recorded"
@@ -100,12 +102,6 @@ def code_since(folder, versions=None):
             return (f"the code has changed since {folder} was trained ({', '.join(changed)}), so this may be another "
                     f"model: {back}{edited}")
     return ""
-
-
-def is_of_run(record, versions):
-    """False if a config.json is another run's than the checkpoint with these versions of the code (None: not known).
-    It may have more of them, if the run was resumed in other code and has not saved since."""
-    return not versions or record["code_versions"][:len(versions)] == versions
 
 
 def sizes_of(settings):

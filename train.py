@@ -84,8 +84,6 @@ class TrainConfig(ModelConfig):
     eval_tokens: Whole = 0  # validation tokens per evaluation (best_val_loss uses these); 0: all
     final_eval_tokens: Whole = 0  # validation tokens for the final evaluation, reported in result.json; 0: all
     eval_block_size: Whole = 0  # tokens per validation window; 0: block_size
-    eval_tasks_interval: Whole = 0  # steps between evaluations on tasks (as in evaluate.py); 0: none
-    eval_tasks: str = "embedded"  # the tasks, see evaluate.py --help
     log_interval: Count = 10  # steps between log lines
     checkpoint_interval: Whole = 0  # steps between checkpoints; 0: after each evaluation and at the end
     keep_checkpoints: Count = 2  # how many of the latest checkpoints to keep, besides the best
@@ -121,8 +119,7 @@ def train(config, model, data, evaluate, schedule=None):
             the step's targets (those that are not -1; each has one) times the processes; sequences_per_step,
             identity, meta, derived() for the records; check_unchanged() (see TokenData).
         evaluate: (model, final) -> {"val_loss": nats, ...}; all other metrics are logged, the final ones also go to
-            result.json. "stop": True ends the run after this step. With eval_tasks_interval also
-            evaluate.tasks(model) -> scores (see Evaluate).
+            result.json. "stop": True ends the run after this step.
         schedule: (step, config) -> learning rate as a fraction of the peak; default: learning_rate_factor.
 
     Returns the final metrics, or None if the run was stopped early or only checked. Raises ConfigError, or Stopped if
@@ -169,8 +166,6 @@ def train(config, model, data, evaluate, schedule=None):
             if is_due(step, config.eval_interval, config):
                 data.check_unchanged()
                 telemetry.log_evaluation(step, evaluate(model, final=step + 1 == config.max_iters))
-            if config.eval_tasks_interval and is_due(step, config.eval_tasks_interval, config):
-                telemetry.log_tasks(step, evaluate.tasks(model))
             folder.save_if_due(step, telemetry.val_loss, signals.stopping)
         return telemetry.finish(lambda: evaluate(model, final=True))
 
@@ -212,7 +207,7 @@ def decay_steps(config):
 # -------------------------------------------------------------------------------------------------------------- set-up
 
 TEXT_ONLY = {"pattern", "batch_tokens", "documents", "end_of_text", "eval_tokens", "final_eval_tokens",
-             "eval_block_size", "eval_tasks", "eval_tasks_interval", "eval_only"}
+             "eval_block_size", "eval_only"}
 
 
 def check_not_set(config, names, words):

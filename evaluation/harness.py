@@ -10,7 +10,7 @@ texts longer than a piece go through its growing cache. Models of packed documen
 a text, as in training: the one before a text then matters to the text's first token alone. Texts are truncated only by
 `max_length`; `longer` counts sequences longer than the training block.
 
-evaluate.py is the program; `train.py --eval_tasks_interval` runs tasks during training.
+evaluate.py is the program.
 """
 
 import importlib.metadata

@@ -1,26 +1,20 @@
-"""Tasks that need no download, and the paper's Table 2.
+"""A task that needs no download, and the paper's Table 2.
 
-    python evaluate.py out/longhorn_bpe                                           # the embedded tasks
-    python train.py config/longhorn_laptop.py --eval_tasks_interval=500           # the same during training
+    python evaluate.py out/longhorn_bpe                                           # the embedded task
+    python evaluate.py out/longhorn_bpe/checkpoint-500.safetensors                # of a step that --keep_steps kept
 
-The embedded tasks are multiple choice, made from the held-out files of data/pystdlib. The questions are the same for
-every model (but depend on the Python that prepared the data):
-
-    pystdlib_continuation   which of four pieces of 60 characters follows the 400 before; the wrong ones start other
-                            lines of the same file
-    pystdlib_identifier     which of four names comes next: one was defined in the 600 characters before, the others
-                            occur elsewhere in the file and are about as long
+The embedded task, pystdlib_continuation, asks which of four pieces of 60 characters follows the 400 before, in the
+held-out files of data/pystdlib; the wrong ones start other lines of the same file. The questions are the same for every
+model, but depend on the Python that prepared the data.
 
 Guessing gets 25%. acc_mutual_info divides an answer's likelihood by its likelihood without context, because a blank
-piece is likely anywhere. Perplexity here is exp of the mean loss per token of the right answers given their contexts,
-averaged over tasks; the paper does not say which text its Figure 1 scores.
+piece is likely anywhere. Perplexity here is exp of the mean loss per token of the right answers given their contexts.
+The paper averages it over tasks, and does not say which text its Figure 1 scores.
 """
 
 import contextlib
-import functools
 import importlib.machinery
 import importlib.util
-import keyword
 import math
 import random
 import re
@@ -33,10 +27,10 @@ from common.errors import ConfigError
 from data.prepared import DataError, Tokens
 
 ROOT = Path(__file__).resolve().parents[1]
-EMBEDDED = ("pystdlib_continuation", "pystdlib_identifier")
+EMBEDDED = "pystdlib_continuation"
 NO_METRICS = ("documents", "chance", "sample_len", "sample_count")  # entries of results that are not metrics
 QUESTIONS = 500  # per task: a standard error of 2%
-CONTEXT, PIECE, REACH = 400, 60, 600  # characters
+CONTEXT, PIECE = 400, 60  # characters
 
 # The paper's Table 2: 1.3B parameters, 100B tokens of SlimPajama, zero-shot. harness task: (column, metric)
 PAPER = {"piqa": ("PIQA", "acc"), "hellaswag": ("Hella", "acc_norm"), "winogrande": ("Wino", "acc"),
@@ -52,13 +46,13 @@ is a multiple of 0.2; acc_norm is shown here. It labels SIQA acc_norm, which the
 here. So compare models with each other, not with the printed digits."""
 
 
-# ----------------------------------------------------------------------------------------------- the embedded tasks
+# ------------------------------------------------------------------------------------------------ the embedded task
 
 def held_out_files(folder):
     """The held-out files of data/pystdlib as text. Raises DataError."""
     tokens = Tokens(folder)
     if tokens.meta["tokenizer"] != "bytes":
-        raise DataError(f"{folder} has the tokenizer {tokens.meta['tokenizer']}, but the embedded tasks need bytes: "
+        raise DataError(f"{folder} has the tokenizer {tokens.meta['tokenizer']}, but the embedded task needs bytes: "
                         "prepare it again with --tokenizer=bytes, or name other --tasks")
     texts = []
     for content in np.asarray(tokens.val, np.uint8).tobytes().split(b"\0"):
@@ -67,70 +61,49 @@ def held_out_files(folder):
     return [text for text in texts if len(text) > 2 * (CONTEXT + PIECE)]
 
 
-def question(rng, context, right, wrong):
-    choices = [right, *wrong]
-    rng.shuffle(choices)
-    return {"context": context, "choices": choices, "answer": choices.index(right)}
-
-
-@functools.cache
-def parts(text):
-    """(starts of lines, names, definitions of names) in a file; cached, because each file gives many questions."""
-    starts = [m.start() for m in re.finditer(r"(?<=\n)[^\n]", text) if m.start() < len(text) - PIECE]
-    names = set(re.findall(r"\b[A-Za-z_]\w{3,}\b", text)) - set(keyword.kwlist)
-    return starts, names, list(re.finditer(r"(?m)^[ \t]*(?:def |class )?([A-Za-z_]\w{3,})(?=\(.*:$| = )", text))
-
-
 def continuation(rng, text):
-    """A question of pystdlib_continuation about a file; None if the drawn place gives none."""
-    starts, _, _ = parts(text)
+    """A question about a file; None if the drawn place gives none."""
+    starts = [m.start() for m in re.finditer(r"(?<=\n)[^\n]", text) if m.start() < len(text) - PIECE]
     at = rng.choice([s for s in starts if s >= CONTEXT] or [0])
     far = [s for s in starts if abs(s - at) > PIECE + CONTEXT]
-    wrong = [text[s:s + PIECE] for s in rng.sample(far, min(3, len(far)))]
-    pieces = {text[at:at + PIECE], *wrong}
-    return question(rng, text[at - CONTEXT:at], text[at:at + PIECE], wrong) if at and len(pieces) == 4 else None
-
-
-def identifier(rng, text):
-    """A question of pystdlib_identifier about a file; None if the drawn place gives none."""
-    _, names, definitions = parts(text)
-    if not definitions:
+    right = text[at:at + PIECE]
+    choices = [right, *(text[s:s + PIECE] for s in rng.sample(far, min(3, len(far))))]
+    if not at or len(set(choices)) < 4:
         return None
-    definition = rng.choice(definitions)
-    name, end = definition[1], definition.end()
-    use = re.compile(rf"\b{name}\b").search(text, end, end + REACH - len(definition[0]))
-    if use is None or name not in names:
-        return None
-    context = text[max(0, use.start() - REACH):use.start()]
-    others = sorted(names - set(re.findall(r"\w+", context)) - {name}, key=lambda n: (abs(len(n) - len(name)), n))
-    near = [n for n in others[:10] if abs(len(n) - len(name)) <= 2]
-    return question(rng, context, name, rng.sample(near, 3)) if len(near) >= 3 else None
+    rng.shuffle(choices)
+    return {"context": text[at - CONTEXT:at], "choices": choices, "answer": choices.index(right)}
 
 
 def embedded(folder, n=QUESTIONS):
-    """The embedded tasks in the harness's format, n questions each. Raises DataError."""
+    """The embedded task in the harness's format, with n questions. Raises DataError."""
     import datasets
 
-    texts, tasks = held_out_files(folder), []
-    for task, make in zip(EMBEDDED, (continuation, identifier), strict=True):
-        rng, questions = random.Random(task), []
-        for _ in range(100 * n if texts else 0):
-            text = rng.choices(texts, [len(t) for t in texts])[0]
-            made = make(rng, text)
-            if made:
-                questions.append(made)
-            if len(questions) == n:
-                break
-        if not questions:
-            raise DataError(f"{folder}: too few or too short held-out files for questions: prepare more data")
-        split = {"test": datasets.Dataset.from_list(questions)}
-        tasks.append({"task": task, "custom_dataset": lambda split=split, **_: split, "test_split": "test",
-                      "num_fewshot": 0, "output_type": "multiple_choice", "doc_to_text": "context",
-                      "doc_to_choice": "choices", "doc_to_target": "answer", "target_delimiter": "",
-                      "metadata": {"version": 1},
-                      "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True}
-                                      for metric in ("acc", "acc_mutual_info")]})
-    return tasks
+    texts = held_out_files(folder)
+    rng, questions = random.Random(EMBEDDED), []
+    for _ in range(100 * n if texts else 0):
+        text = rng.choices(texts, [len(t) for t in texts])[0]
+        made = continuation(rng, text)
+        if made:
+            questions.append(made)
+        if len(questions) == n:
+            break
+    if not questions:
+        raise DataError(f"{folder}: too few or too short held-out files for questions: prepare more data")
+    split = {"test": datasets.Dataset.from_list(questions)}
+    return {
+        "task": EMBEDDED,
+        "custom_dataset": lambda **_: split,
+        "test_split": "test",
+        "num_fewshot": 0,
+        "output_type": "multiple_choice",
+        "doc_to_text": "context",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "target_delimiter": "",
+        "metadata": {"version": 1},
+        "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True}
+                        for metric in ("acc", "acc_mutual_info")],
+    }
 
 
 def import_harness():
@@ -161,7 +134,7 @@ def named(tasks, folder):
         if name == "paper":
             chosen += PAPER
         elif name == "embedded":
-            chosen += embedded(folder)
+            chosen.append(embedded(folder))
         else:
             chosen.append(name)
     return chosen
@@ -211,21 +184,3 @@ def table2(name, results):
     for model, row in {**{f"{model} (paper)": row for model, row in TABLE2.items()}, name: percents}.items():
         rows.append([model, *(f"{x:.2f}" for x in row), f"{sum(row) / 8:.2f}"])
     return table([*rows, [*errors, ""]]) + "\n" + FAULTS
-
-
-# ------------------------------------------------------------------------------------------------------ for a log line
-
-def scores(results):
-    """{"perplexity": ..., "<task>_<metric>": ...} from harness.evaluate's results, for a log line.
-
-    The perplexity is the mean over tasks of that of right answers; None if no task has one.
-    """
-    perplexities, metrics = [], {}
-    for task, values in results.items():
-        for metric, value in values.items():
-            if metric == "perplexity":
-                perplexities.append(value)
-            elif metric not in NO_METRICS:
-                metrics[f"{task}_{metric}"] = value
-    mean = math.fsum(perplexities) / len(perplexities) if perplexities else None
-    return {"perplexity": mean, **metrics}

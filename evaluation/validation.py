@@ -1,7 +1,6 @@
 """The validation loss over fixed windows: the same tokens for every model, micro-batch size and number of processes.
 
-train.py calls `Evaluate(config, data)` at each evaluation; it also handles tasks during training
-(--eval_tasks_interval). To score a finished run on tasks use evaluate.py.
+train.py calls `Evaluate(config, data)` at each evaluation. To score a checkpoint on tasks use evaluate.py.
 """
 
 import math
@@ -10,9 +9,6 @@ import numpy as np
 import torch
 
 from data.loader import document_starts, eval_windows
-from data.prepared import find_dataset
-from data.tokenizer import Text
-from evaluation import tasks
 from runtime import distributed
 
 BATCH_TOKENS = 8192  # tokens per batch, at least: without gradients they fit
@@ -27,10 +23,6 @@ class Evaluate:
         self.batch_tokens = max(config.micro_batch_size * config.block_size, BATCH_TOKENS)
         self.windows = eval_windows(len(data.tokens.val), block_size, config.eval_tokens)
         self.final_windows = eval_windows(len(data.tokens.val), block_size, config.final_eval_tokens)
-        if config.eval_tasks_interval:  # load now: a mistake would otherwise end the run at the first evaluation
-            self.harness = tasks.import_harness()
-            self.loaded = self.harness.load_tasks(tasks.named(config.eval_tasks, find_dataset("pystdlib")))
-            self.text = Text(data.meta["tokenizer"], data.meta.get("table"))
 
     def __call__(self, model, final=False):
         """{"val_loss": nats per token, "val_tokens", "val_bits_per_byte": where the data know their bytes}; the final
@@ -48,8 +40,6 @@ class Evaluate:
             metrics["compare_loss"] = self.loss(model, [self.windows])[0]
         metrics["val_document_tokens"] = tokens
         metrics["val_document_losses"] = [round(nats, 6) if math.isfinite(nats) else None for nats in losses]
-        if size and self.data.meta.get("xz9_bits_per_byte"):
-            metrics["xz9_bits_per_byte"] = self.data.meta["xz9_bits_per_byte"]
         return metrics
 
     @torch.no_grad()
@@ -57,7 +47,8 @@ class Evaluate:
         """(mean loss in nats per token, [loss per part], [tokens per part]) over parts of the validation split, each
         some windows (n, 2) of start and length. All processes share the work."""
         model.eval()
-        rank, world, device = distributed.rank(), distributed.world_size(), next(model.parameters()).device
+        rank, world = distributed.rank(), distributed.world_size()
+        device = next(model.parameters()).device
         total = torch.zeros(len(parts), 2, dtype=torch.float64)  # nats, tokens
         batch_size = max(1, self.batch_tokens // int(parts[0][0, 1]))
         for i, windows in enumerate(parts):
@@ -73,16 +64,6 @@ class Evaluate:
         total = distributed.sum_over_ranks(total, device)
         nats, tokens = total.sum(0).tolist()
         return nats / tokens, (total[:, 0] / total[:, 1]).tolist(), total[:, 1].int().tolist()
-
-    def tasks(self, model):
-        """Scores on eval_tasks on rank 0, else None: {"perplexity": of right answers, averaged over tasks,
-        "<task>_<metric>": ...}, see evaluation/harness.py."""
-        dtype = getattr(torch, self.config.dtype)
-        model.eval()
-        scorer = self.harness.HarnessLM(model, self.text, self.batch_tokens, dtype=dtype)
-        output = self.harness.evaluate(scorer, self.loaded)
-        model.train()
-        return output and tasks.scores(output["results"])
 
 
 def by_document(windows, data):

@@ -27,7 +27,7 @@ from runtime.distributed import resume_command
 # Settings that may change on resume: none of them changes a loss beyond rounding. Everything else is refused.
 MAY_CHANGE_ON_RESUME = {
     "out_dir", "resume", "micro_batch_size", "eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size",
-    "eval_tasks", "eval_tasks_interval", "log_interval", "checkpoint_interval", "keep_checkpoints", "keep_steps",
+    "log_interval", "checkpoint_interval", "keep_checkpoints", "keep_steps",
     "wandb", "wandb_project", "wandb_run_name", "device", "compile", "parallel", "recompute", "max_bad_steps",
     "backend", "loss_from_logits", "self_check", "timeout_minutes",
     "workers",  # of image runs

@@ -93,7 +93,7 @@ def is_finished(folder):
 
 def run_files(folder):
     """The paths of a run's files in `folder`, which are moved aside when a new run starts there."""
-    names = (r"(config|result|eval_tasks)\.json|log(-damaged-\d+)?\.jsonl|loss\.png|wandb|"
+    names = (r"(config|result|eval_tasks(-[\w-]+)?)\.json|log(-damaged-\d+)?\.jsonl|loss\.png|wandb|"
              r"(best|checkpoint(-\d+)?)\.safetensors")
     return [path for path in Path(folder).glob("*") if re.fullmatch(names, path.name)]
 

@@ -156,12 +156,6 @@ class Telemetry:
             self.picture_time = now
             self.draw()
 
-    def log_tasks(self, step, scores):
-        """Log and print scores on tasks, on rank 0."""
-        if self.is_main:
-            self.write("tasks", step + 1, tokens=(step + 1) * self.config.batch_tokens, **scores)
-            self.say(f"step {step + 1:6d}  {in_words(scores)}")
-
     def write(self, event, step, **values):
         """Append a line to log.jsonl. If the disk refuses it, the run goes on and retries with the next line."""
         if not self.is_main:

@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import multiprocessing
-import re
 import shutil
 import sysconfig
 from concurrent.futures import ProcessPoolExecutor
@@ -19,15 +18,12 @@ from torch import nn
 
 import evaluate
 import families  # noqa: F401
-import sample
-import train
 from data.prepared import DataError
 from data.pystdlib import prepare as pystdlib
 from data.tokenizer import Text
 from evaluation import tasks
 from model import FAMILIES, LM
-from runtime import checkpoint, records
-from runtime.records import read_log
+from runtime import records
 
 harness = tasks.import_harness()
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -188,6 +184,10 @@ def test_tasks_of_ones_own_score_as_computed_by_hand(folder, tmp_path):
     assert ["my_choice", "acc", acc, error, chance, "13"] in cells  # shares in percent
     assert ["my_text", "bits_per_byte", f"{bits:.4f}", "", "", "2"] in cells
     assert f"longer than the training block of 24 tokens, up to {record['longest']:,}" in said
+    kept = shutil.copy(out / "checkpoint.safetensors", out / "checkpoint-500.safetensors")
+    run(kept, tasks="my_text", include=folder)
+    again = json.loads((out / "eval_tasks-checkpoint-500.json").read_text())
+    assert again["results"] == {"my_text": record["results"]["my_text"]} and recorded(out) == record
     result = run(out, tasks="my_writing", include=folder)
     assert result.code == 2 and "task my_writing is scored by what a model generates" in result.err
 
@@ -272,7 +272,7 @@ def test_mistakes_get_one_line(folder, tmp_path, monkeypatch):
     refused(run(out), "make eval")
 
 
-# ----------------------------------------------------------------------------------------------------- embedded tasks
+# ---------------------------------------------------------------------------------------------------- the embedded task
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
@@ -286,40 +286,32 @@ def library(tmp_path_factory):
 
 def test_the_questions_have_one_right_answer(library):
     files = tasks.held_out_files(data := library / "data" / "pystdlib")
-    make = lambda: {task["task"]: list(task["custom_dataset"]()["test"]) for task in tasks.embedded(data, 60)}
-    made = make()
-    assert made == make() and list(made) == list(tasks.EMBEDDED)
-    for name, questions in made.items():
-        assert len(questions) == 60 and {q["answer"] for q in questions} == {0, 1, 2, 3}
-        for q in questions:
-            right = q["choices"][q["answer"]]
-            assert any(q["context"] + right in text for text in files) and len(set(q["choices"])) == 4
-            if name == "pystdlib_identifier":
-                assert set(q["choices"]) & set(re.findall(r"\w+", q["context"])) == {right}
-                assert len(q["context"]) <= 600 and all(abs(len(c) - len(right)) <= 2 for c in q["choices"])
-            else:
-                assert {len(c) for c in q["choices"]} == {60} and q["context"].endswith("\n")
-                assert len(q["context"]) == 400
-                assert not any(c in q["context"] for c in q["choices"])
+    make = lambda: list(tasks.embedded(data, 60)["custom_dataset"]()["test"])
+    questions = make()
+    assert questions == make() and len(questions) == 60 and {q["answer"] for q in questions} == {0, 1, 2, 3}
+    for q in questions:
+        right = q["choices"][q["answer"]]
+        assert any(q["context"] + right in text for text in files) and len(set(q["choices"])) == 4
+        assert {len(c) for c in q["choices"]} == {60} and q["context"].endswith("\n") and len(q["context"]) == 400
+        assert not any(c in q["context"] for c in q["choices"])
     with pytest.raises(DataError, match="not prepared"):
         tasks.embedded(library)
 
 
-def test_the_embedded_tasks_through_the_harness(library, tmp_path, monkeypatch):
+def test_the_embedded_task_through_the_harness(library, tmp_path, monkeypatch):
     """Likelihoods of a question are those of its text, with no space between; the answer that is likeliest wins."""
     monkeypatch.setattr(evaluate, "ROOT", library)
     lm = tiny()
     assert run(out := make_run(tmp_path / "run", lm), limit=6).code == 0
-    results = recorded(out)["results"]
-    for task in tasks.embedded(library / "data" / "pystdlib", 6):
-        right = 0
-        for q in task["custom_dataset"]()["test"]:
-            spaces = len(q["context"]) - len(q["context"].rstrip())
-            cut = len(q["context"]) - spaces
-            scores = [direct(lm, list(q["context"][:cut].encode()), list((q["context"][cut:] + c).encode()))[0]
-                      for c in q["choices"]]
-            right += scores.index(max(scores)) == q["answer"]
-        assert results[task["task"]]["acc"] == right / 6 and results[task["task"]]["chance"] == 0.25
+    right = 0
+    for q in tasks.embedded(library / "data" / "pystdlib", 6)["custom_dataset"]()["test"]:
+        spaces = len(q["context"]) - len(q["context"].rstrip())
+        cut = len(q["context"]) - spaces
+        scores = [direct(lm, list(q["context"][:cut].encode()), list((q["context"][cut:] + c).encode()))[0]
+                  for c in q["choices"]]
+        right += scores.index(max(scores)) == q["answer"]
+    results = recorded(out)["results"][tasks.EMBEDDED]
+    assert results["acc"] == right / 6 and results["chance"] == 0.25
 
 
 def test_table_2_stands_beside_the_papers():
@@ -333,29 +325,3 @@ def test_table_2_stands_beside_the_papers():
     assert {name: cells[f"{name} (paper)"][-1] for name in papers} == papers
     assert "swapped" in "".join(lines)
     assert tasks.named(" paper, mine", "no folder") == [*tasks.PAPER, "mine"]
-
-
-def test_a_log_line_has_the_mean_perplexity_of_the_tasks_that_have_one():
-    results = {"a": {"perplexity": 2.0, "acc": 0.5, "acc_stderr": 0.1, "documents": 9, "chance": 0.25},
-               "b": {"perplexity": 8.0}, "c": {"bits_per_byte": 1.5}}
-    assert tasks.scores(results) == {"perplexity": 5.0, "a_acc": 0.5, "a_acc_stderr": 0.1, "c_bits_per_byte": 1.5}
-
-
-# ------------------------------------------------------------------------------------------------------- in training
-
-def test_training_scores_tasks_and_leaves_the_weights_alone(folder, tmp_path, library):
-    weights = {}
-    base = [f"--dataset={library / 'data' / 'pystdlib'}", "--n_layer=1", "--n_head=2", "--n_embd=32", "--block_size=16",
-            "--batch_tokens=64", "--micro_batch_size=4", "--max_iters=5", "--eval_interval=3", "--eval_tokens=64",
-            "--final_eval_tokens=64", "--device=cpu", "--dtype=float32", "--self_check=off"]
-    scored = [f"--eval_tasks={folder / 'my_choice.yaml'}", "--eval_tasks_interval=2"]
-    for name, more in (("scored", scored), ("plain", [])):
-        train.main([*base, *more, f"--out_dir={tmp_path / name}"])
-        weights[name] = checkpoint.load(tmp_path / name / "checkpoint.safetensors", "model.")[0]
-    assert all(torch.equal(a, weights["plain"][key]) for key, a in weights["scored"].items())
-    lines = read_log(tmp_path / "scored", "tasks")
-    assert [(e["step"], e["tokens"]) for e in lines] == [(2, 128), (4, 256), (5, 320)]
-    adapter = harness.HarnessLM(sample.load_model(tmp_path / "scored")[0], Text("bytes"))
-    output = harness.evaluate(adapter, harness.load_tasks([str(folder / "my_choice.yaml")]))
-    expected = tasks.scores(output["results"])
-    assert {key: lines[-1][key] for key in expected} == pytest.approx(expected, rel=1e-5)
