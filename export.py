@@ -347,16 +347,20 @@ def replacing_folder(folder, overwrite):
     """`with replacing_folder(folder) as tmp`: what the block writes to `tmp` becomes `folder`; after an error it stays
     as it was. Raises ConfigError if `check_target` or the disk refuses."""
     target = Path(folder).resolve()  # a rename cannot replace a link to a folder
-    tmp = target.with_name(f".{target.name}.export.tmp")
+    tmp, old = (target.with_name(f".{target.name}.export.{end}") for end in ("tmp", "old"))
     try:
-        shutil.rmtree(tmp, ignore_errors=True)  # an export was killed
+        if old.exists() and not target.exists():  # an export was killed between its two renames
+            os.rename(old, target)
+        for left_over in tmp, old:
+            shutil.rmtree(left_over, ignore_errors=True)
         tmp.mkdir(parents=True)
         try:
             yield tmp
             check_target(folder, FILES, overwrite)  # again: another process may have been faster
             if target.exists():
-                shutil.rmtree(target)
+                os.rename(target, old)
             os.rename(tmp, target)
+            shutil.rmtree(old, ignore_errors=True)
             sync_folder(target.parent)
         finally:
             shutil.rmtree(tmp, ignore_errors=True)
@@ -439,16 +443,16 @@ def beside_theirs(folder):
             model = transformers.AutoModelForCausalLM.from_config(there, trust_remote_code=False)
         tensors = dict(model.named_parameters())
         kind = next((kind for kind, name in EMBEDDINGS.items() if name in tensors), None)
-        sizes = theirs_sizes(there, kind) if kind else None
+        reasons = reasons_against(there, theirs_sizes(there, kind), tensors, kind) if kind else []
     except Exception as error:  # transformers raises a dozen kinds
         raise ConfigError(f"config.json describes no valid model: {' '.join(str(error).split())[:200]}") from None
     if not kind:
         raise ConfigError(f"model_type {there.model_type!r} has the tensor {min(tensors)}, and only LLaMA's names "
                           f"({EMBEDDINGS['llama']}, ...) and Mamba's are known")
-    if reasons := reasons_against(there, sizes, tensors, kind):
+    if reasons:
         raise ConfigError(f"our {kind} cannot express {'; '.join(reasons)}")
     theirs = in_transformers(folder, kind)
-    lm = filled(sizes, theirs.state_dict(), kind)
+    lm = filled(theirs_sizes(there, kind), theirs.state_dict(), kind)
     ours = logits_of(lm)
     compare(logits_from(theirs, len(ours)), ours, kind)
     return lm
@@ -471,18 +475,18 @@ def mlp_multiple(hidden, d):
 
 
 def reasons_against(there, sizes, tensors, kind):
-    """What of transformers' model ours cannot express, in words. there: its config; tensors: {name: tensor} of it."""
-    heads, reasons = getattr(there, "num_attention_heads", None), []
-    groups = getattr(there, "num_key_value_heads", heads)
-    window = getattr(there, "sliding_window", None) or sizes.block_size
-    ours = {"rope_type": "default", "rope_theta": 10000}
-    rope = getattr(there, "rope_parameters", None) or {}
-    if groups != heads:
-        reasons.append(f"grouped queries (num_key_value_heads {groups}, num_attention_heads {heads})")
-    if window < sizes.block_size:
-        reasons.append(f"a window (sliding_window {window})")
-    if ours | rope != ours:
-        reasons.append(f"rope scaling or another base (rope_parameters {rope})")
+    """What of transformers' model ours cannot express, in words: fields for which an export of ours has another value,
+    and tensors that one of the two lacks. there: its config; tensors: {name: tensor} of it."""
+    reasons = []
+    for key, ours in theirs_config(skeleton(sizes), kind).items():
+        value = getattr(there, key, None)
+        if isinstance(ours, dict):
+            value = ours | (value or {})
+        if key not in ("architectures", "model_type") and value not in (None, ours):
+            reasons.append(f"{key}={value} ({ours} in ours)")
+    window = getattr(there, "sliding_window", None)
+    if window and window < sizes.block_size:
+        reasons.append(f"sliding_window={window}")
     expected = names(sizes, kind)
     for words, some in (("the tensors", tensors.keys() - expected), ("no tensors", expected.keys() - tensors.keys())):
         of_one_layer = {re.sub(r"\d+", "*", name): name for name in sorted(some, reverse=True)}

@@ -103,7 +103,8 @@ QWEN = {**GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6
 PUBLISHED = {  # the table of docs/adding-a-model.md
     "LLaMA": ("llama", TIED), "LLaMA, eps 1e-6": ("llama", {**TIED, "rms_norm_eps": 1e-6}),
     "LLaMA, untied": ("llama", {}), "LLaMA, grouped queries": ("llama", GROUPED),
-    "LLaMA, attention bias": ("llama", {"attention_bias": True}),
+    "LLaMA, attention bias": ("llama", {"attention_bias": True}), "LLaMA, gelu": ("llama", {"hidden_act": "gelu"}),
+    "Mamba, an odd number of layers": ("mamba", {"num_hidden_layers": 3}),
     "LLaMA 3, llama3 rope": ("llama", {**GROUPED, "rope_parameters": {
         "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 20}}),
