@@ -202,7 +202,7 @@ class Text:
         elif self.kind == "bytes":
             self.n_vocab = 256
         else:
-            file = f", here hf:{tokenizer}" if Path(tokenizer).exists() else ""
+            file = f", here hf:{tokenizer}" if Path(str(tokenizer)).exists() else ""
             raise DataError(f"the tokenizer {tokenizer!r} is unknown: choose bytes, gpt2, chars, tiktoken:NAME or "
                             f"hf:NAME{file}")
         if end_of_text and self.kind != "hf":

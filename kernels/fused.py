@@ -11,7 +11,6 @@ import importlib.metadata
 import sys
 
 import torch
-from torch.torch_version import TorchVersion
 
 GPU = "cuda"  # where these kernels run
 HALF = (torch.bfloat16, torch.float16)
@@ -54,7 +53,7 @@ def wrong_gradients(op):
     otherwise; a gradient of RetNet's was off by half on an H200 with Triton 3.6.0."""
     if op not in ("retention", "gated_delta_rule") or not torch.cuda.is_available():
         return None
-    version = TorchVersion(importlib.metadata.version("triton"))
+    version = torch.torch_version.TorchVersion(importlib.metadata.version("triton"))
     broken = version >= "3.4" and version < "3.7.1"
     on_hopper = broken and torch.cuda.get_device_capability()[0] == 9
     return f"needs Triton 3.7.1 or later on a Hopper GPU: {version} computes wrong gradients" if on_hopper else None
