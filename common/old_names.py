@@ -1,12 +1,14 @@
 """What a setting is called in nanoGPT, in transformers or by habit, and what to type here.
 
 A table has a row per old name, or per KEY=VALUE (a pattern) where only that value is foreign; the first that fits
-counts. A row is a setting here that takes the value, a setting with its value, or words.
+counts. A row is a setting here that takes the value, a setting with its value, a setting and the factors of its number,
+or words.
 """
 
 import difflib
 import fnmatch
 import functools
+import math
 import shlex
 
 from common.errors import ConfigError
@@ -55,8 +57,8 @@ TRAIN = {
     "decay_lr": "leave it out: the learning rate decays",
     "wandb_log=[fn0]*": "leave it out: wandb is off",
     "wandb_log": "wandb=online",
-    "eval_iters": "give eval_tokens = eval_iters x batch_size x block_size",
-    "gradient_accumulation_steps": "give batch_tokens = gradient_accumulation_steps x batch_size x block_size",
+    "eval_iters": ("eval_tokens", "micro_batch_size", "block_size"),
+    "gradient_accumulation_steps": ("batch_tokens", "micro_batch_size", "block_size"),
     "always_save_checkpoint": "has no counterpart, leave it out: the best checkpoint and the newest are kept",
     "lr_decay_iters": "has no counterpart, leave it out: the learning rate falls until max_iters",
     "start": "it is sample.py's --prompt",
@@ -108,23 +110,30 @@ def nearest(word, words, prefix=""):
 def check(reader):
     """Raises ConfigError, a line about all mistakes that a configurator.Reader noted, unless there is none. They are
     (file and colon, key, value, row), or of a wrong value (file and colon, None, what is wrong, None)."""
+    numbers = reader.values | {row: value for _, _, value, row in reader.mistakes if isinstance(row, str)}
     lines, before = [], ""
     for where, key, value, row in reader.mistakes:
-        line = value if key is None else about(reader, key, value, row, bool(where))
+        line = value if key is None else about(reader, key, value, row, numbers, bool(where))
         lines.append(line if where == before else where + line)
         before = where
     if lines:
         raise ConfigError("; ".join(lines))
 
 
-def about(reader, key, value, row, in_file):
-    """A line about a key or a value that is foreign here."""
+def about(reader, key, value, row, numbers, in_file):
+    """A line about a key or a value that is foreign here; numbers: {setting: value}, for a row with factors."""
     dashes = "" if in_file else "--"
     known = f"{dashes}{key}={value}" if key in reader.settings else f"unknown key '{dashes}{key}'"
     if row is None:
         near = nearest(key.replace("-", "_").lower(), reader.settings, dashes)
         helper = "; a helper's name starts with _" if in_file and not near else ""
         return f"{known}{near or ';'} --help lists all keys{helper}"
+    if isinstance(row, tuple):
+        row, *factors = row
+        try:
+            value = math.prod(int(n) for n in (value, *(numbers[factor] for factor in factors)))
+        except (ValueError, TypeError):
+            row = f"give {row} = {key} x " + " x ".join(factors)
     if " " in row:
         return f"{known}: {row}"
     name, _, constant = row.partition("=")

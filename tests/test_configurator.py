@@ -165,14 +165,13 @@ def answers(config_class, argv):
 
 def test_a_config_of_nanogpt_says_what_to_type_for_every_key(file):
     path = file(SHAKESPEARE)
-    lines = answers(TrainConfig, [path])
-    typed = {line.split("'")[1]: line.partition(": type ")[2] for line in lines}
-    assert typed == {"eval_iters": "", "gradient_accumulation_steps": "", "dropout": "", "always_save_checkpoint": "",
-                     "batch_size": "micro_batch_size = 64", "wandb_log": "", "lr_decay_iters": ""}
-    assert any("give batch_tokens = gradient_accumulation_steps x batch_size x block_size" in line for line in lines)
+    typed = {line.split("'")[1]: line.partition(": type ")[2] for line in answers(TrainConfig, [path])}
+    assert typed == {
+        "eval_iters": "eval_tokens = 3276800", "gradient_accumulation_steps": "batch_tokens = 16384", "dropout": "",
+        "batch_size": "micro_batch_size = 64", "always_save_checkpoint": "", "wandb_log": "", "lr_decay_iters": ""}
     lines = [typed.get(line.split()[0], line) for line in SHAKESPEARE.splitlines()]
     config = load(TrainConfig, [file("\n".join(lines))])
-    assert (config.micro_batch_size, config.wandb_run_name, config.min_lr) == (64, "mini-gpt", 1e-4)
+    assert (config.batch_tokens, config.wandb_run_name, config.min_lr) == (16384, "mini-gpt", 1e-4)
 
 
 # Another program's setting with a value, and words of the answer here.
