@@ -407,7 +407,7 @@ def import_folder(config):
         checkpoint.save(path, tensors, meta)
     unlike_defaults = dataclasses.asdict(lm.config).items() - dataclasses.asdict(ModelConfig()).items()
     taken = ", ".join(f"{name}={value}" for name, value in sorted(unlike_defaults))
-    unknown = "" if notes["tokenizer"] else " (first import it again with its --tokenizer, such as bytes or gpt2)"
+    unknown = "" if notes["tokenizer"] else " (first import it again with --overwrite and its --tokenizer, bytes say)"
     count = sum(p.numel() for p in lm.parameters())
     print(f"wrote {path}, with {taken}: {lm.config.model}, {count:,} parameters; next: python sample.py "
           f"{shlex.quote(f'--out_dir={config.out_dir}')}{unknown}")

@@ -37,8 +37,9 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
           torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64"}
 CRC = '"crc32":"%08x"'
 FORMER = {"as_released": (False, "the models rwkv_released, retnet_released and gla_released")}  # setting: its default
-DOWNLOAD = ("a model on the hub is downloaded first, and imported: hf download {0} --local-dir=FOLDER, then python "
-            "export.py --from_hf=FOLDER --out_dir=RUN")
+IMPORT = "python export.py --from_hf={0} --out_dir=RUN"
+DOWNLOAD = ("a model on the hub is downloaded first, and imported: hf download {0} --local-dir=FOLDER, then "
+            + IMPORT.format("FOLDER"))
 MALFORMED = ValueError, LookupError, TypeError, AttributeError, RecursionError  # what a file of any content can raise
 
 
@@ -242,7 +243,10 @@ class Initial:
         place = Path(self.config.init_from or self.config.out_dir)
         paths = [place] if place.is_file() else candidates(place)
         if not paths:
-            raise ConfigError(f"{place}: no checkpoint was saved here: give a run's folder; {DOWNLOAD.format(place)}")
+            other = DOWNLOAD
+            if place.is_dir():
+                other = "a model in Hugging Face's format is imported: " + IMPORT
+            raise ConfigError(f"{place}: no checkpoint was saved here: give a run's folder; {other.format(place)}")
         if not self.config.eval_only and paths[0].parent.resolve() == Path(self.config.out_dir).resolve():
             raise ConfigError(f"init_from={place} is in out_dir, where this run's checkpoints go: choose another "
                               "out_dir")

@@ -972,7 +972,7 @@ REFUSED = [
     ({**PLAN, "branch": "{trunk}@4", "out_dir": "{trunk}"}, "branch={trunk}@4 is in out_dir", "choose another out_dir"),
     ({**PLAN, "branch": "{bare}@4"}, "{bare} has no log.jsonl"),
     # old weights
-    ({"init_from": "{empty}"}, "{empty}: no checkpoint was saved here"),
+    ({"init_from": "{empty}"}, "{empty}: no checkpoint was saved here", "python export.py --from_hf={empty}"),
     ({"init_from": "{nowhere}"}, "no checkpoint was saved here", "hf download"),
     ({"init_from": "{data}/train.bin"}, "train.bin", "not a checkpoint of this project"),
     ({"init_from": "{whole}", "out_dir": "{whole}"}, "init_from", "is in out_dir"),
