@@ -206,7 +206,7 @@ def test_float16_that_overflows_is_refused(tmp_path):
 
 
 OTHERS = [  # as others save it; changes of its config.json; a key word, or None if it can be imported
-    ("llama", {"intermediate_size": 80}, "mlp.gate_proj.weight"), ("llama", {"hidden_act": "gelu"}, "at most 1e-05"),
+    ("llama", {"intermediate_size": 80}, "intermediate_size=80"), ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu"),
     ("llama", {"num_hidden_layers": 10**9}, "at most 1024"),
     ("llama", {"num_hidden_layers": 3}, "missing keys"), ("llama", {"num_hidden_layers": 1}, "unexpected keys"),
     ("llama", {"quantization_config": {"bits": 4}}, "loaded"),
