@@ -83,17 +83,22 @@ def load_model(place, device="cpu"):
             raise ValueError(wrong)
         lm = LM(sizes)
         lm.load_state_dict(weights)
-    changed = code_since(path.parent)
+    changed = code_since(path.parent, meta.get("code_versions"))
     if changed and distributed.rank() == 0:
         print(changed, file=sys.stderr)
     return lm.to(device).eval(), meta
 
 
-def code_since(folder):
+def code_since(folder, versions=None):
     """A line if what computes the model has changed since the run in `folder` was trained, with the way back; "" if
-    not, or if its config.json does not say."""
+    not, or if its config.json does not say. Another line if that belongs to another run than the checkpoint, which has
+    these versions of the code."""
     with contextlib.suppress(BadRecord), fields():
-        ran_in = read_json(Path(folder) / "config.json")["environment"]
+        record = read_json(Path(folder) / "config.json")
+        ran_in = record["environment"]
+        if versions and record["code_versions"][:len(versions)] != versions:  # more: resumed, and not saved since
+            return (f"{folder}/config.json belongs to another run: it names code {ran_in['code']}, the checkpoint "
+                    f"{', then '.join(versions)}; so this may be another model")
         changed = changed_files(ran_in["code_files"], code_identity()["code_files"])
         changed = [path for path in changed if not path.startswith(MACHINERY)]
         back = f"go back with git checkout {ran_in['commit']}" if ran_in["commit"] else "its commit is not recorded"

@@ -70,7 +70,7 @@ def _line_about(error, errors):
     if isinstance(error, OverflowError) or isinstance(error, RuntimeError) and "overflow" in words.lower():
         return f"a number is too large ({words[:200]}): choose a smaller one"
     of_system = isinstance(error, OSError) and not isinstance(error, ConnectionError)
-    if of_system or isinstance(error, (ConfigError, *errors)):
+    if of_system or isinstance(error, (ConfigError, *errors)) or words.startswith("Symlink loop from"):
         return words or type(error).__name__
     return None
 

@@ -9,7 +9,7 @@ All versions run from snapshots of the files that training loads, so you can go 
 seed, tokens and the initial values of all parameters that both have, so most of the noise cancels. From the sixth pair
 on a sequential test says after each whether to stop; --pairs are run to the end. Several edits share HEAD's runs, the
 minutes and one probability of a false verdict, and are ranked. Kill it at any time and rerun the command. HEAD's runs
-serve the next edit, and edits.html beside them lists all that were tried.
+are used again for the next edit, and edits.html beside them lists all that were tried.
 
 Exit codes: 0 better, 1 worse or diverges, 2 a mistake, 3 no difference above --margin, 4 undecided; of several edits,
 the first one's in the ranking. Each version trains at its config's learning rate, scaled to the width of the size.

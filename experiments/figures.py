@@ -90,7 +90,7 @@ def draw(panels, path, style=None):
     rows = math.ceil(len(panels) / columns)
     most = max(len(panel.curves) for panel in panels)
     height = max(3.4, 0.26 * most)
-    width = 3.6 + 0.066 * max(len(curve.label) for panel in panels for curve in panel.curves)
+    width = 3.6 + 0.066 * max((len(curve.label) for panel in panels for curve in panel.curves), default=0)
     with plt.style.context([STYLE, *([str(style)] if style else [])]):
         drawn, grid = plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False,
                                    layout="constrained")

@@ -63,8 +63,6 @@ def left_behind(path):
         return Path(pool.apply(files.temporary, (path,)))
 
 
-
-
 def write_folder(folder, train=1000, val=200, vocab_size=256, **meta):
     """A finished folder of random tokens, or those given; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -57,7 +57,6 @@ KILLS = 50 if CHAOS else 2
 root = os.name == "posix" and os.geteuid() == 0
 
 
-
 @pytest.fixture(scope="module")
 def undisturbed(nursery, data, tmp_path_factory):
     """undisturbed(world, **changes): the folder of a run of RUN by so many processes that nobody disturbed."""

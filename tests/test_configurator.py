@@ -402,7 +402,7 @@ def test_main_error_ends_with_exit_code_2_even_where_nothing_can_be_said(unbuffe
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), "out of memory ("),
     (MemoryError(), "choose smaller sizes"), (OverflowError("int too large"), "a number is too large (int too large)"),
     (RuntimeError("Storage size calculation overflowed"), "a number is too large"),
-    (KeyError("a\nb"), "p: error: 'a")])
+    (RuntimeError("Symlink loop from 'a'"), "Symlink loop from 'a'"), (KeyError("a\nb"), "p: error: 'a")])
 def test_what_a_user_can_mend_is_one_line(error, words, capsys):
     with pytest.raises(SystemExit, match="2"), errors.main_error("p", KeyError):
         raise error

@@ -221,6 +221,9 @@ def test_code_that_changed_since_the_training_is_said(tmp_path, monkeypatch):
     assert edited("common/errors.py") == edited("README.md") == ""
     assert after("") == after("{}") == after('{"environment": {"code_files": []}}') == ""
     assert "(mixers.py)" in edited("mixers.py")
+    for versions, is_other in ((["v2old", "v2abc"], False), (["v2old"], False), (["v2new"], True), (None, False)):
+        after(json.dumps({"environment": environment, "code_versions": ["v2old", "v2abc"]}))
+        assert ("belongs to another run" in sample.code_since(out, versions)) == is_other
     line = edited("model.py")
     assert "(model.py)" in line and line.endswith("git checkout 0123abc (it had uncommitted changes)")
     monkeypatch.setattr(export, "written", lambda *args: None)

@@ -77,6 +77,17 @@ def test_what_mamba_ssms_function_refuses(changes, words):
         selective_scan_fn(**{**a, **changes})
 
 
+def test_the_program_of_the_page_is_the_scan():
+    """More than two of its chunks, which it computes again in the backward."""
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/kernels.md").read_text(), re.DOTALL)
+    names = {}
+    exec(program, names)
+    a = inputs("longhorn", 2, 77, 5, 3, torch.float64, without=("D", "z", "dt_bias", "h0"))
+    got, true = (graded(scan, a) for scan in (names["scan"], partial(longhorn_scan, backend="torch")))
+    for name in true:
+        torch.testing.assert_close(got[name], true[name], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.skipif(not hasattr(modeling_mamba, "mamba_selective_scan"),
                     reason="this version of transformers calls a scan on a GPU only")
 def test_hugging_faces_mamba_runs_on_it_by_the_lines_of_the_page(monkeypatch):

@@ -143,16 +143,6 @@ def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
     assert devices(cells) == {"0,1", "2,3"}
 
 
-
-
-
-
-
-
-
-
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_killed_at_any_moment_it_resumes(tmp_path, drive_gated, how):
     """Also while the cells of the killed driver still save: those of the next one wait for them."""
