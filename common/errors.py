@@ -32,8 +32,8 @@ def main_error(prog, *errors):
     """`with main_error('train.py'): main()`: errors that the user can fix become one line.
 
     The line is `train.py: error: ...` on stderr, and the exit code 2, for a ConfigError, a file or folder that the
-    system refuses, running out of memory, and `errors`. Any other error keeps its traceback. If the reader of our
-    output has gone (`| head`), the program ends silently with exit code 130.
+    system refuses, running out of memory, and `errors`. Any other error keeps its traceback. Ctrl-C is a line, too, and
+    exit code 130; that is also the code, without a line, if the reader of our output has gone (`| head`).
     """
     sys.stdout = sys.stdout or open(os.devnull, "w")  # it was closed before the start
     sys.stderr = sys.stderr or open(os.devnull, "w")
@@ -42,6 +42,10 @@ def main_error(prog, *errors):
             stream.reconfigure(errors="backslashreplace")
     try:
         yield
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError):
+            print(f"{prog}: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _flush(sys.stdout, BrokenPipeError, "\n"):
             raise SystemExit(130) from None

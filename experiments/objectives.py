@@ -626,7 +626,4 @@ def main(argv):
 
 if __name__ == "__main__":
     with main_error("experiments/objectives.py", ImportError):
-        try:
-            sys.exit(main(sys.argv[1:]))
-        except KeyboardInterrupt:
-            sys.exit("experiments/objectives.py: interrupted; nothing written")
+        sys.exit(main(sys.argv[1:]))

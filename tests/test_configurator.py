@@ -417,6 +417,10 @@ def test_a_mistake_in_the_code_keeps_its_traceback(error):
         raise error
 
 
+def test_ctrl_c_is_a_line():
+    assert python("raise KeyboardInterrupt") == (130, "p: interrupted\n")
+
+
 def test_output_that_is_not_utf8(capfd):
     said = python("print('\u00b1'); raise OSError('no \u00b1')", env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert said == (2, "p: error: no \\xb1\n") and capfd.readouterr().out == "\\xb1\n"

@@ -274,8 +274,7 @@ def test_only_a_runs_own_files_are_moved_aside(data, tmp_path, monkeypatch):
     succeed(arguments(data, tmp_path / "link", seed=1, **once))
     (out / "log.jsonl").unlink()  # checkpoints without a log are a run too
     monkeypatch.setattr(records.os, "rename", mock.Mock(side_effect=[None, KeyboardInterrupt]))  # moves nothing
-    with pytest.raises(KeyboardInterrupt):
-        run(arguments(data, out, seed=2, **once))
+    assert run(arguments(data, out, seed=2, **once)).code == 130
     monkeypatch.undo()
     os.rename(out / "config.json", out / records.MOVING / "config.json")
     succeed(arguments(data, tmp_path / "link", seed=2, resume="auto", **once))
