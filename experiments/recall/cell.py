@@ -29,7 +29,7 @@ import train  # noqa: E402
 from common.errors import ConfigError, is_out_of_memory  # noqa: E402
 from configurator import Count, NotNegative, Positive, Range, Seed, Whole  # noqa: E402
 from experiments.recall.models import Recall  # noqa: E402
-from experiments.recall.task import Task, generate, overlap  # noqa: E402
+from experiments.recall.task import PAIRS, Task, generate, overlap  # noqa: E402
 from inspection.counting import state_size  # noqa: E402
 from runtime import checkpoint, distributed  # noqa: E402
 
@@ -45,7 +45,7 @@ class RecallConfig(train.TrainConfig):
     vocab_size: Whole = 8192  # half keys, half values
     # --- task
     pairs: int = 0  # key-value pairs per example, each queried once; 0: the benchmark's number for T
-    power_a: float = 0.01  # a of p(i) ~ i^(a-1), the distribution of query positions
+    power_a: Annotated[float, Range(-0.5, 2.5)] = 0.01  # a of p(i) ~ i^(a-1), the distribution of query positions
     train_examples: Count = 100_000  # generated once, seen in every epoch
     test_examples: Count = 3000  # per evaluation
     dataset: str = "recall"  # not used: examples are generated
@@ -81,7 +81,11 @@ class RecallConfig(train.TrainConfig):
 
     def task(self, pairs=None):
         """The Task of this config. Raises ConfigError for impossible sizes."""
-        return Task(self.block_size, pairs or self.pairs, self.vocab_size, self.power_a)
+        pairs = pairs or self.pairs or PAIRS.get(self.block_size)
+        if not pairs:
+            raise ConfigError(f"the benchmark has no number of pairs for T={self.block_size}, only for "
+                              f"{', '.join(map(str, PAIRS))}: give --pairs")
+        return Task(self.block_size, pairs, self.vocab_size, self.power_a)
 
 
 def load(argv):
@@ -115,8 +119,8 @@ class RecallData:
 
     def __init__(self, config, device):
         self.config, self.device, self.sequences_per_step = config, device, config.batch_examples
-        draw = lambda split, n: generate(config.task(), n, config.seed, split, torch.get_num_threads())
-        self.train, self.test = draw("train", config.train_examples), draw("test", config.test_examples)
+        self.train = generate(config.task(), config.train_examples, config.seed)
+        self.test = generate(config.task(), config.test_examples, config.seed, "test")
         if shared := overlap(self.train, self.test):
             raise ConfigError(f"{shared} of {config.test_examples} test examples are also in the training set: use "
                               "more pairs or a larger vocab_size")
@@ -192,7 +196,7 @@ class Evaluate:
         config, rows = self.config, []
         for pairs in sorted({config.pairs, *(2**i for i in range(2, 20) if 4 * 2**i <= config.block_size)}):
             with contextlib.suppress(ConfigError):  # the vocabulary has too few keys
-                fresh = generate(config.task(pairs), examples, config.seed, "pairs", torch.get_num_threads())
+                fresh = generate(config.task(pairs), examples, config.seed, "pairs")
                 right, _ = self.answers(model, fresh)
                 rows.append({"pairs": pairs, "queries": right.size, "accuracy": right.mean().item()})
         return rows
