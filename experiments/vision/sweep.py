@@ -9,9 +9,7 @@ Any other --key=value goes to every run. Stop it at any moment: the same command
 class token in the middle and reads no further: where the reverse scan did not run, `separate` would score as it does.
 """
 
-import statistics
 import sys
-import time
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Literal
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
+import configurator  # noqa: E402
 from configurator import Whole  # noqa: E402
 from experiments.records import KINDS  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
@@ -29,56 +28,57 @@ from experiments.vision import report  # noqa: E402
 from experiments.vision.report import variant_of  # noqa: E402
 
 
-def cells_of(config, seeds, extra=()):
-    """[Cell]: ViL in three directions, ViM, ViT; then ViL at a half and a quarter of the depth, in two directions."""
-    import configurator
+def load(argv):
+    """The VisionConfig of a cell's arguments."""
     from experiments.vision.classify import VisionConfig
 
-    load = lambda argv: configurator.load(VisionConfig, [f"config/{argv[0]}.py", *argv[1:], *extra])
-    deep = load([f"vil_{config}"]).n_layer
-    full = [(f"vil_{config}", way, deep) for way in ("separate", "shared", "forward")]
-    full += [(f"{name}_{config}", "separate", None) for name in ("vim", "vit") if config != "tiny" or name == "vim"]
-    shallow = [(f"vil_{config}", way, deep // part) for part in (2, 4) for way in ("separate", "forward")]
+    return configurator.load(VisionConfig, [str(REPO / argv[0]), *argv[1:]])
+
+
+def cells_of(config, seeds, extra=()):
+    """[Cell]: ViL in three directions, ViM, ViT; then ViL at a half and a quarter of the depth, in two directions."""
+    vil, *others = (f"config/{family}_{config}.py" for family in ("vil", "vim", "vit"))
+    deep = load([vil, *extra]).n_layer
+    variants = [[vil, f"--directions={way}", f"--n_layer={deep}"] for way in ("separate", "shared", "forward")]
+    variants += [[file, "--directions=separate"] for file in others if (REPO / file).exists()]
+    variants += [[vil, f"--directions={way}", f"--n_layer={deep // part}"]
+                 for part in (2, 4) for way in ("separate", "forward")]
     cells = []
-    for variants, seed in product((full, shallow), seeds):
-        for file, way, depth in variants:
-            argv = [f"config/{file}.py", f"--directions={way}", *([f"--n_layer={depth}"] if depth else []),
-                    f"--seed={seed}", *extra]
-            c = load([file, *argv[1:]])
-            at = {key: getattr(c, key) for key in KINDS["images"].place}
-            cells.append(Cell(f"{c.model}_{way}_{c.n_layer}layers_seed{seed}", argv, at, 96.0 * c.n_layer))
+    for seed, variant in product(seeds, variants):
+        argv = [*variant, f"--seed={seed}", *extra]
+        c = load(argv)
+        at = {key: getattr(c, key) for key in KINDS["images"].place}
+        cells.append(Cell(f"{c.model}_{c.directions}_{c.n_layer}layers_seed{seed}", argv, at, 96.0 * c.n_layer))
     return cells
 
 
-def speed(cells, rounds=7):
-    """{variant: images per second} of forward and backward of a micro-batch, the variants in turn; the median, by CPU
-    time of one thread, which other processes of the machine disturb least, or on a GPU by the clock."""
+def speed(cells):
+    """{variant: images per second} of forward and backward of a micro-batch, the variants in turn; the median. On a CPU
+    with one thread."""
     import torch
 
-    import configurator
-    from experiments.vision.classify import VisionConfig, build_model
+    from bench.measure import Cpu, Gpu, Pass, time_contenders
+    from experiments.vision.classify import build_model
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    device = Gpu() if torch.cuda.is_available() else Cpu()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    models = {}
-    for name, cell in {variant_of(c.at): c for c in cells}.items():
-        config = configurator.load(VisionConfig, cell.argv)
+    contenders = {}
+    for cell in cells:
+        config = load(cell.argv)
         config.vocab_size = 10
-        models[name] = build_model(config, device)
-    x = torch.randn(config.micro_batch_size, config.channels, config.image_size, config.image_size, device=device)
-    y = torch.arange(len(x), device=device) % 10
-    seconds = {name: [] for name in models}
-    for _ in range(rounds + 1):  # the first is a warmup
-        for name, model in models.items():
-            began = clock()
-            model(x, y, loss_only=True)[1].backward()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds[name].append(clock() - began)
+
+        def make(config=config):
+            model = build_model(config, device.name)
+            x = torch.randn(config.micro_batch_size, config.channels, *[config.image_size] * 2, device=device.name)
+            y = torch.arange(len(x), device=device.name) % config.vocab_size
+            return Pass(lambda: model(x, y, loss_only=True)[1], [*model.parameters()], None)
+
+        contenders[variant_of(cell.at)] = make
+    rows = time_contenders(contenders, device)
     torch.set_num_threads(threads)
-    return {name: round(len(x) / statistics.median(taken[1:])) for name, taken in seconds.items()}
+    return {row["contender"]: round(config.micro_batch_size / row["forward_backward"]["median_seconds"])
+            for row in rows if "reason" not in row}
 
 
 # -------------------------------------------------------------------------------------------------------- command line
