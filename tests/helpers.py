@@ -7,6 +7,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -161,6 +162,12 @@ def run_program(start, *argv, stdin=b"", err=None, **settings):
         except SystemExit as stop:
             code = stop.code or 0
     return Result(code, out.getvalue(), err.getvalue())
+
+
+def table(text):
+    """The rows of a table of two columns or more: cells are two blanks or more apart, and a line that begins with
+    blanks goes on with the row above it. Lines that begin with # are remarks."""
+    return [re.split(r"\s\s+", row) for row in re.split(r"\n(?=\S)", text.strip()) if not row.startswith("#")]
 
 
 def refused(result, *words, quiet=True):

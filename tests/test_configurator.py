@@ -65,18 +65,36 @@ def file(tmp_path, monkeypatch):
     return write
 
 
-@pytest.mark.parametrize("argument, key, expected", [
-    ("--n_layer=5_000", "n_layer", 5000), ("--n_layer=1e6", "n_layer", 10**6), ("--n_layer=2.0", "n_layer", 2),
-    ("--dropout=0", "dropout", 0.0), ("--dropout=1e-3", "dropout", 1e-3), ("--dropout=-.5", "dropout", -0.5),
-    ("--compile", "compile", True), ("--compile=No", "compile", False), ("--compile=1", "compile", True),
-    ("--compile=0", "compile", False), ("--compile=yes", "compile", True), ("--n_layer=9e12", "n_layer", 9 * 10**12),
-    ("--out_dir=a=b", "out_dir", "a=b"), ("--out_dir=", "out_dir", ""), ("--out_dir=none", "out_dir", "none"),
-    ("--out_dir=__import__('os')", "out_dir", "__import__('os')"), ("--out_dir=x.py", "out_dir", "x.py"),
-    ("--out_dir=~/a", "out_dir", os.path.expanduser("~/a")), ("--name=3", "name", "3"),
-    ("--model=llama", "model", "llama"), ("--act=relu", "act", "relu")])
-def test_command_line_value(argument, key, expected):
-    value = getattr(load(Config, [argument]), key)
-    assert value == expected and type(value) is type(expected)
+# An argument, and the value of that key.
+VALUES = """
+--n_layer=5_000              5000
+--n_layer=1e6                1000000
+--n_layer=2.0                2
+--n_layer=9e12               9000000000000
+--dropout=0                  0.0
+--dropout=1e-3               0.001
+--dropout=-.5                -0.5
+--compile                    True
+--compile=No                 False
+--compile=1                  True
+--compile=0                  False
+--compile=yes                True
+--out_dir=a=b                'a=b'
+--out_dir=                   ''
+--out_dir=none               'none'
+--out_dir=__import__('os')   "__import__('os')"
+--out_dir=x.py               'x.py'
+--out_dir=~/a                '/home/a'
+--name=3                     '3'
+--model=llama                'llama'
+--act=relu                   'relu'
+"""
+
+
+@pytest.mark.parametrize("argument, expected", helpers.table(VALUES))
+def test_command_line_value(monkeypatch, argument, expected):
+    monkeypatch.setenv("HOME", "/home")
+    assert repr(getattr(load(Config, [argument]), argument[2:].partition("=")[0])) == expected
 
 
 MISTAKES = [  # an argument, or what a config file says; how the line begins, {} for the name of the file
@@ -198,7 +216,7 @@ sample.py --dtype=float16     has no counterpart
 
 def test_old_names_are_answered_all_at_once():
     for program, config_class in (("train.py", TrainConfig), ("sample.py", SampleConfig)):
-        rows = [line.split(maxsplit=2)[1:] for line in ABROAD.strip().splitlines() if line.startswith(program)]
+        rows = [(given.split()[1], words) for given, words in helpers.table(ABROAD) if given.startswith(program)]
         lines = answers(config_class, [argument for argument, _ in rows])
         assert all(words in line for (_, words), line in zip(rows, lines, strict=True)), lines
         for name, row in config_class.RENAMED.items():
@@ -371,10 +389,9 @@ experiments/vision/classify.py --repeats=0       repeats 0 must be at least 1
 """
 
 
-@pytest.mark.parametrize("line", REFUSED.strip().splitlines(), ids=lambda line: line.partition("  ")[0])
-def test_what_a_program_cannot_take_gets_one_line(line, tmp_path, monkeypatch):
+@pytest.mark.parametrize("command, words", helpers.table(REFUSED))
+def test_what_a_program_cannot_take_gets_one_line(command, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    command, words = re.split("  +", line)
     program, *argv = command.split()
     helpers.refused(helpers.run(argv, program=program), words)
     assert not os.listdir(tmp_path)
@@ -463,7 +480,7 @@ def test_what_is_written_is_what_is_read(n, x, b, s):
     assert (config.n_layer, config.dropout, config.compile, config.out_dir) == (n, x, b, s)
 
 
-PROGRAMS = sorted({line.split()[0] for line in REFUSED.strip().splitlines()})
+PROGRAMS = sorted({command.split()[0] for command, _ in helpers.table(REFUSED)})
 HELP = """
 import os, runpy, sys
 import matplotlib.pyplot, numpy, pandas, scipy.optimize, scipy.stats, torch  # once, for all

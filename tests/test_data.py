@@ -37,6 +37,7 @@ from helpers import (
     run_program,
     run_python,
     succeed,
+    table,
     write_folder,
     write_jsonl,
 )
@@ -782,30 +783,31 @@ def test_tokenizers_of_other_people(tmp_path, capsys):
     rejected(lambda: Text(f"hf:{tmp_path}/model"), "has no tokenizer.json", "save_pretrained")
 
 
-NO_TOKENS = [  # arguments; words of the line
-    ({"files": None}, "--files"),
-    ({"text_column": "id"}, "a.jsonl cannot be read (line 1: 0 is not text but int"),
-    ({"text_column": "content"}, "(line 1 has no column 'content' (only text, id): give --text_column"),
-    ({"text_column": "content", "shuffle": 1}, "has no column 'content'"),
-    ({"files": ["none"]}, "no such file"),
-    ({"files": ["a.csv"]}, "1 ending in .csv (a.csv): --endings"),
-    ({"files": ["empty.txt"]}, "nothing to read"),
-    ({"files": ["pipe"]}, "pipe is neither a file nor a folder"),
-    ({"val_fraction": 1e-9}, "hold out 0"),
-    ({"out": ".", "files": ["."]}, "--out . is inside --files"),
-    ({"out": "a.csv"}, "cannot write to a.csv"),
-    ({"files": ["one.jsonl"], "shuffle": 1}, "1 documents"),
-    ({"files": ["long.jsonl"]}, "a line of more than"),
-    ({"files": ["a.jsonl", "bad.jsonl"]}, "bad.jsonl cannot be read (line 3: Expecting value"),  # after some shards
-    ({"files": ["bad.jsonl"], "shuffle": 1}, "bad.jsonl cannot be read"),
-    ({"files": ["array.json"]}, "array.json cannot be read (line 1: not an object but a list"),
-    ({"files": ["a.parquet"]}, "has no column 'text' (only body, n)"),
-    ({"files": ["a.parquet"], "text_column": "n"}, "(row 2: 3 is not text"),
-    ({"files": ["bad.parquet"]}, "bad.parquet cannot be read"),
-    ({"files": ["cut.jsonl.gz"]}, "cut.jsonl.gz cannot be read"),
-    ({"files": None, "source": "hub"}, "hub has no split train (only test)"),
-    ({"files": None, "source": "a.jsonl"}, "--files a.jsonl"),
-]
+# What is typed, and words of the line.
+NO_TOKENS = """
+--force                                  --files
+--files a.jsonl --text_column=id         a.jsonl cannot be read (line 1: 0 is not text but int
+--files a.jsonl --text_column=content    (line 1 has no column 'content' (only text, id): give --text_column
+--files a.jsonl --text_column=content --shuffle=1    has no column 'content'
+--files none                             no such file
+--files a.csv                            1 ending in .csv (a.csv): --endings
+--files empty.txt                        nothing to read
+--files pipe                             pipe is neither a file nor a folder
+--files a.jsonl --val_fraction=1e-9      hold out 0
+--out=. --files .                        --out . is inside --files
+--out=a.csv --files a.jsonl              cannot write to a.csv
+--files one.jsonl --shuffle=1            1 documents
+--files long.jsonl                       a line of more than
+--files a.jsonl bad.jsonl                bad.jsonl cannot be read (line 3: Expecting value
+--files bad.jsonl --shuffle=1            bad.jsonl cannot be read
+--files array.json                       array.json cannot be read (line 1: not an object but a list
+--files a.parquet                        has no column 'text' (only body, n)
+--files a.parquet --text_column=n        (row 2: 3 is not text
+--files bad.parquet                      bad.parquet cannot be read
+--files cut.jsonl.gz                     cut.jsonl.gz cannot be read
+--source=hub                             hub has no split train (only test)
+--source=a.jsonl                         --files a.jsonl
+"""
 
 
 @pytest.fixture(scope="module")
@@ -823,12 +825,14 @@ def odd_files(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("how, words", NO_TOKENS)
-def test_what_any_tokens_refuses(small_units, odd_files, tmp_path, prepare, monkeypatch, how, words):
+@pytest.mark.parametrize("typed, words", table(NO_TOKENS))
+def test_what_any_tokens_refuses(small_units, odd_files, tmp_path, monkeypatch, typed, words):
     """Nothing stays that would need --force."""
     monkeypatch.chdir(odd_files)
     monkeypatch.setattr(sources, "MOST_OF_A_LINE", 1000)
-    rejected(lambda: prepare(**{"files": ["a.jsonl"], **how}), words)
+    given = ["prepare.py", f"--out={tmp_path}/out", "--tokenizer=bytes", "--val_fraction=0.2", *typed.split()]
+    monkeypatch.setattr(sys, "argv", given)
+    rejected(any_tokens.main, words)
     assert not any(path.suffix in (".bin", ".json") for path in tmp_path.glob("out/*"))
 
 

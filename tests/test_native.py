@@ -16,7 +16,7 @@ import time
 
 import pytest
 import torch
-from helpers import left_behind
+from helpers import left_behind, table
 from operators import COMPILER, OPERATORS
 
 from kernels import build, choose, ops
@@ -364,24 +364,27 @@ def test_choose():
         choose.plain("rms_norm", "scan").__enter__()
 
 
-REFUSED = [  # operator, backend, device, dtype, words
-    ("mesa", "nvidia", "cpu", None, "unknown backend 'nvidia': choose one of torch, cpu"),
-    ("rms_norm", "cuda", "cpu", None, "backend 'cuda' cannot run here: "),
-    ("attention", "cuda", "cpu", None, "backend 'cuda' cannot run here: the tensors are on cpu"),
-    ("longhorn_scan", "cpu", "meta", F32, "the tensors are on meta"),
-    ("longhorn_scan", "cpu", "cpu", torch.float64, "float32, bfloat16, float16, got float64: use"),
-    ("longhorn_scan", "fused", "cuda", F32, "no library has Longhorn's scan: leave backend empty"),
-    ("wkv4", "fused", "cuda", F32, "no library has RWKV-4's wkv: leave backend empty"),
-    ("selective_scan", "fused", "cpu", F32, "the tensors are on cpu: leave backend empty"),
-    ("attention", "fused", "cuda", F32, "flash-attn takes bfloat16, float16, got float32"),
-    ("kda", "fused", "cuda", F32, "flash-linear-attention takes bfloat16, float16, got float32"),
-    ("causal_conv1d", "fused", "cuda", torch.float64, "causal-conv1d takes float32, bfloat16, float16, got float64")]
+# Operator, backend, device, dtype; words of the line.
+REFUSED = """
+mesa nvidia cpu -              unknown backend 'nvidia': choose one of torch, cpu
+rms_norm cuda cpu -            backend 'cuda' cannot run here:
+attention cuda cpu -           backend 'cuda' cannot run here: the tensors are on cpu
+longhorn_scan cpu meta float32       the tensors are on meta
+longhorn_scan cpu cpu float64        float32, bfloat16, float16, got float64: use
+longhorn_scan fused cuda float32     no library has Longhorn's scan: leave backend empty
+wkv4 fused cuda float32              no library has RWKV-4's wkv: leave backend empty
+selective_scan fused cpu float32     the tensors are on cpu: leave backend empty
+attention fused cuda float32         flash-attn takes bfloat16, float16, got float32
+kda fused cuda float32               flash-linear-attention takes bfloat16, float16, got float32
+causal_conv1d fused cuda float64     causal-conv1d takes float32, bfloat16, float16, got float64
+"""
 
 
-@pytest.mark.parametrize("op,backend,device,dtype,words", REFUSED)
-def test_what_cannot_run_is_refused_in_a_line(op, backend, device, dtype, words):
+@pytest.mark.parametrize("given, words", table(REFUSED))
+def test_what_cannot_run_is_refused_in_a_line(given, words):
+    op, backend, device, dtype = given.split()
     with pytest.raises((ValueError, RuntimeError), match=rf"^{op}: [^\n]*{words}[^\n]*$"):
-        choose.choose(op, backend, device, dtype)
+        choose.choose(op, backend, device, getattr(torch, dtype, None))
 
 
 def test_the_plain_body_runs_inside_a_compiled_model():

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import tokenizers
 import torch
-from helpers import VOCAB, evaluate, make_run, refused, run_program, tiny, write_folder
+from helpers import VOCAB, evaluate, make_run, refused, run_program, table, tiny, write_folder
 
 import export
 import sample
@@ -146,33 +146,47 @@ def test_prompts_from_everywhere(out, tmp_path, monkeypatch):
     assert run(out_dir=characters, prompt=f"@{tmp_path}/lines").out == "wörld\n\n"  # 33 is no character of the table
 
 
-CHARACTERS = {"tokenizer": "char", "table": TABLE}
-REFUSED = [  # settings; what differs in the checkpoint of `out`, or in its config; words of the line
-    ({"out_dir": "/nothing"}, {}, "/nothing/checkpoint.safetensors", "no checkpoint"), ({"prompt": ""}, {}, "empty"),
-    ({"prompt": "@absent.txt"}, {}, "absent.txt"),
-    *[({"device": "cuda"}, {}, "cuda", "--device=cpu")] * (not torch.cuda.is_available()),
-    ({"prompt": "\udcff"}, {}, "expected a string of UTF-8"), ({"prompt": "Hi"}, CHARACTERS, "'H'", "vocabulary"),
-    ({"prompt": "-", "stdin": b"\xff"}, CHARACTERS, "prompt ", "'utf-8' codec can't decode byte 0xff in position 0"),
-    ({}, {"tokenizer": "gpt2"}, "tiktoken is missing", "pip install"),
-    ({}, {"tokenizer": "tiktoken:p60k"}, "'p60k'", "gpt2, r50k_base"), ({}, {"tokenizer": "hf:/none"}, "hf:/none"),
-    *(({}, {"tokenizer": name}, repr(name), "bytes, gpt2, char") for name in ("words", None)),
-    *(({}, {key: odd}, "checkpoint.safetensors: does not fit") for key, odd in {
-        "tokenizer": 3, "table": [], "config": [], "skeleton": {"dict": []}, "model": "mamba"}.items()),
-    *(({}, {key: value}, "") for key, value in {"vocab_size": 10**12, "n_layer": 10**14, "n_embd": 10**6}.items()),
-    ({}, {"n_embd": "x"}, "n_embd is 'x'"), ({}, {"model": "griffin"}, "griffin", "longhorn, mamba"),
-    ({}, {"task": "images"}, "checkpoint.safetensors", "image classifier"),
-]
+# What is typed; what differs in the checkpoint of `out`, or in its config; words of the line.
+REFUSED = r"""
+--out_dir=/nothing     {}                           /nothing/checkpoint.safetensors  no checkpoint
+--prompt=              {}                           empty
+--prompt=@absent.txt   {}                           absent.txt
+--prompt={not UTF-8}   {}                           expected a string of UTF-8
+--prompt=Hi            {"tokenizer": "char", "table": "\nb"}      'H'  vocabulary
+--prompt=-             {"tokenizer": "char", "table": "\nb"}      sample.py: error: prompt
+                                                    'utf-8' codec can't decode byte 0xff in position 0
+--prompt=b             {"tokenizer": "gpt2"}        tiktoken is missing  pip install
+--prompt=b             {"tokenizer": "tiktoken:p60k"}             'p60k'  gpt2, r50k_base
+--prompt=b             {"tokenizer": "hf:/none"}    hf:/none
+--prompt=b             {"tokenizer": "words"}       'words'  bytes, gpt2, char
+--prompt=b             {"tokenizer": null}          None  bytes, gpt2, char
+--prompt=b             {"tokenizer": 3}             checkpoint.safetensors: does not fit
+--prompt=b             {"table": []}                checkpoint.safetensors: does not fit
+--prompt=b             {"config": []}               checkpoint.safetensors: does not fit
+--prompt=b             {"skeleton": {"dict": []}}   checkpoint.safetensors: does not fit
+--prompt=b             {"model": "mamba"}           checkpoint.safetensors: does not fit
+--prompt=b             {"vocab_size": 1000000000000}
+--prompt=b             {"n_layer": 100000000000000}
+--prompt=b             {"n_embd": 1000000}
+--prompt=b             {"n_embd": "x"}              n_embd is 'x'
+--prompt=b             {"model": "griffin"}         griffin  longhorn, mamba
+--prompt=b             {"task": "images"}           checkpoint.safetensors  image classifier
+"""
+NO_GPU = "--device=cuda  {}  cuda  --device=cpu"
 
 
-@pytest.mark.parametrize("settings, changes, words", [(s, c, w) for s, c, *w in REFUSED], ids=lambda x: str(x)[:50])
-def test_mistakes_get_one_line_before_anything_is_said(out, tmp_path, monkeypatch, settings, changes, words):
+@pytest.mark.parametrize("typed, changes, words", [
+    (typed, changes, words) for typed, changes, *words in table(REFUSED + NO_GPU * (not torch.cuda.is_available()))])
+def test_mistakes_get_one_line_before_anything_is_said(out, tmp_path, monkeypatch, typed, changes, words):
+    changes = json.loads(changes)
     if changes.get("tokenizer") == "gpt2":
         monkeypatch.setitem(sys.modules, "tiktoken", None)  # not installed
     tensors, meta = checkpoint.load(out / "checkpoint.safetensors")
     settings_of_run = {key: changes[key] for key in changes if key not in meta}
     checkpoint.save(tmp_path / "checkpoint.safetensors", tensors,
                     {**meta, "config": {**meta["config"], **settings_of_run}, **changes})
-    refused(run(**{"out_dir": tmp_path, "prompt": "b", **settings}), *words)
+    typed = typed.replace("{not UTF-8}", "\udcff")
+    refused(run(f"--out_dir={tmp_path}", "--prompt=b", typed, stdin=b"\xff"), *words)
 
 
 def test_a_setting_of_former_versions_is_nothing_at_its_default(out, tmp_path):

@@ -21,7 +21,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -48,6 +47,7 @@ from helpers import (
     state,
     stops_at,
     succeed,
+    table,
     write_data,
 )
 
@@ -915,84 +915,70 @@ def test_settings_that_may_change_on_resume_are_those_on_the_page(data, out):
     assert "keep_steps 1: already done, so no checkpoint of it is kept" in said
 
 
-NO_GPU = not torch.cuda.is_available()
-TWO = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29877"}
 PLAN = {"schedule": "wsd", "warmup_iters": 2, "eval_interval": 0, "min_lr": 0, "keep_checkpoints": 1}  # of `trunk`
-OTHER = {"learning_rate": (0.003, 0.001), "batch_tokens": (384, 768), "seed": (1337, 7), "schedule": ("cosine", "wsd"),
-         "warmup_iters": (-1, 3), "model": ("longhorn", "llama"), "documents": ("join", "pack"),
-         "end_of_text": (-1, 32)}
+# What is typed, or in the environment of two processes, and words of the line. {names} are `places`.
+REFUSED = """
+# settings
+--documents=pack                    which token ends a document  --end_of_text
+--documents=pack --end_of_text=256  end_of_text 256 is no token of {data}  below 256
+--end_of_text=-2                    end_of_text -2  -1
+--pattern=longhorn*3,lama           'lama'
+--pattern=longhorn*9,llama          no llama in
+--block_size=701 --batch_tokens=701
+                                    val.bin has 700 tokens  needs 702  smaller block_size
+--backend=cpuu                      'cpuu'
+--vocab_size=1e9 --n_embd=10000 --model=llama
+                                    10,001,206,430,000 parameters take 40,004,825,720,000  smaller
+--batch_tokens=384_000_000_000      batch_tokens
+# the environment
+WORLD_SIZE=two                      WORLD_SIZE='two'
+WORLD_SIZE=-1                       must be a whole number in 1 ..
+RANK=2                              in 0 .. 1
+MASTER_ADDR=                        start all processes with torchrun
+TORCHELASTIC_MAX_RESTARTS=2         resume=never  torchrun --max-restarts  --resume=auto
+# data
+--dataset=pystdlob                  pystdlob  pystdlib
+--dataset={data}:0.5,{gpt2}:0.5     {gpt2}  'gpt2'  'bytes'
+# folders, and another run's checkpoint
+--out_dir={locked}                  another run is writing to {locked}
+--out_dir={data}/train.bin/run      {data}/train.bin  out_dir
+--resume=must                       resume=must  {out}/checkpoint.safetensors  --resume=auto
+{stopped} --learning_rate=0.001 --batch_tokens=768 --seed=7 --schedule=wsd --warmup_iters=3 --model=llama
+                                    {stopped}/checkpoint.safetensors  another run  out_dir
+                                    learning_rate 0.003 -> 0.001  batch_tokens 384 -> 768  seed 1337 -> 7
+                                    schedule 'cosine' -> 'wsd'  warmup_iters -1 -> 3  model 'longhorn' -> 'llama'
+{stopped} --documents=pack --end_of_text=32
+                                    another run  documents 'join' -> 'pack'  end_of_text -1 -> 32
+{stopped} --dataset={other}         different data  sha256 differs  another out_dir
+{stopped} --dataset={other_val}     different data  sha256 differs
+{whole} --max_iters=24              max_iters 12 -> 24  --schedule=constant  --schedule=wsd before its decay
+{whole} --max_iters=6               max_iters 12 -> 6
+{trunk} {plan} --max_iters=24       max_iters 12 -> 24
+{junk}                              {junk}/checkpoint.safetensors: cut short  ; {junk}/best.safetensors:
+{bad_step}                          {bad_step}/checkpoint.safetensors: does not fit this run
+{short}                             {short}/checkpoint.safetensors: does not fit this run
+{released}                          as_released=True is no setting  gla_released
+# a branch
+{plan} --branch={trunk}@7           {trunk} has checkpoints of steps 4, 8, 10, 12
+{plan} --branch={trunk}@8 --max_iters=9          max_iters 12 -> 9  learning rates of the 8 steps
+{plan} --branch={trunk}@4 --seed=2               belongs to another run: seed
+{plan} --branch={trunk}@4 --out_dir={trunk}      branch={trunk}@4 is in out_dir  choose another out_dir
+{plan} --branch={bare}@4            {bare} has no log.jsonl
+# old weights
+--init_from={empty}                 {empty}: no checkpoint was saved here  python export.py --from_hf={empty}
+--init_from={nowhere}               no checkpoint was saved here  hf download
+--init_from={data}/train.bin        train.bin  not a checkpoint of this project
+--init_from={whole} --out_dir={whole}            init_from  is in out_dir
+--init_from={whole} --n_embd=64     {whole}/checkpoint.safetensors  n_embd was 32, is 64  leave these settings out
+                                    embed.weight is (256, 32) in the checkpoint, (256, 64) in the model
+--init_from={whole} --n_layer=2     n_layer was 1, is 2
+                                    layers.1.branches.0.norm.weight is missing in the checkpoint, (32,) in the model
+--init_from={more}                  do not fit this model: more is (5,) in the checkpoint, missing in the model
+--init_from={of_gpt2}               {of_gpt2}/checkpoint.safetensors  {data}  ('gpt2', 'bytes')
+--init_from={bad_skeleton}          {bad_skeleton}/checkpoint.safetensors: does not fit
+"""
+NO_GPU = "--backend=cuda  cuda  GPU"
 
-
-def stopped(**changes):
-    return {"out_dir": "{stopped}", "resume": "auto", **changes}
-
-
-# What is wrong, and words of the line. {names} are `places`; what is written large goes to the environment; LM() stands
-# in for the model's class, and `patch` raises an error at a place.
-REFUSED = [
-    # settings
-    ({"documents": "pack"}, "which token ends a document", "--end_of_text"),
-    ({"documents": "pack", "end_of_text": 256}, "end_of_text 256 is no token of {data}", "below 256"),
-    ({"end_of_text": -2}, "end_of_text -2", "-1"),
-    ({"pattern": "longhorn*3,lama"}, "'lama'"), ({"pattern": "longhorn*9,llama"}, "no llama in"),
-    ({"block_size": 701, "batch_tokens": 701}, "val.bin has 700 tokens", "needs 702", "smaller block_size"),
-    ({"backend": "cpuu"}, "'cpuu'"),
-    ({"vocab_size": 10**9, "n_embd": 10**4, "model": "llama"}, "10,001,206,430,000 parameters take 40,004,825,720,000",
-     "smaller"),
-    ({"batch_tokens": 384 * 10**9}, "batch_tokens"),
-    *[({"backend": "cuda"}, "cuda", "GPU")] * NO_GPU,
-    # the environment
-    ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"), ({"WORLD_SIZE": "-1"}, "must be a whole number in 1 .."),
-    ({"RANK": "2"}, "in 0 .. 1"), ({"MASTER_ADDR": ""}, "start all processes with torchrun"),
-    ({"TORCHELASTIC_MAX_RESTARTS": "2"}, "resume=never", "torchrun --max-restarts", "--resume=auto"),
-    # data
-    ({"dataset": "pystdlob"}, "pystdlob", "pystdlib"),
-    ({"dataset": "{data}:0.5,{gpt2}:0.5"}, "{gpt2}", "'gpt2'", "'bytes'"),
-    # folders, and another run's checkpoint
-    ({"out_dir": "{locked}"}, "another run is writing to {locked}"),
-    ({"out_dir": "{data}/train.bin/run"}, "{data}/train.bin", "out_dir"),
-    ({"resume": "must"}, "resume=must", "{out}/checkpoint.safetensors", "--resume=auto"),
-    (stopped(**{key: new for key, (_, new) in OTHER.items()}), "{stopped}/checkpoint.safetensors", "another run",
-     "out_dir", *(f" {key} {old!r} -> {new!r}" for key, (old, new) in OTHER.items())),
-    (stopped(dataset="{other}"), "different data", "sha256 differs", "another out_dir"),
-    (stopped(dataset="{other_val}"), "different data", "sha256 differs"),
-    ({"out_dir": "{whole}", "resume": "auto", "max_iters": 24}, "max_iters 12 -> 24", "--schedule=constant",
-     "--schedule=wsd before its decay"),
-    ({"out_dir": "{whole}", "resume": "auto", "max_iters": 6}, "max_iters 12 -> 6"),
-    ({"out_dir": "{trunk}", "resume": "auto", **PLAN, "max_iters": 24}, "max_iters 12 -> 24"),
-    ({"out_dir": "{junk}", "resume": "auto"}, "{junk}/checkpoint.safetensors: cut short", "; {junk}/best.safetensors:"),
-    *(({"out_dir": f"{{{place}}}", "resume": "auto"}, f"{{{place}}}/checkpoint.safetensors: does not fit this run")
-      for place in ("bad_step", "short")),
-    ({"out_dir": "{released}", "resume": "auto"}, "as_released=True is no setting", "gla_released"),
-    # a branch
-    ({**PLAN, "branch": "{trunk}@7"}, "{trunk} has checkpoints of steps 4, 8, 10, 12"),
-    ({**PLAN, "branch": "{trunk}@8", "max_iters": 9}, "max_iters 12 -> 9", "learning rates of the 8 steps"),
-    ({**PLAN, "branch": "{trunk}@4", "seed": 2}, "belongs to another run: seed"),
-    ({**PLAN, "branch": "{trunk}@4", "out_dir": "{trunk}"}, "branch={trunk}@4 is in out_dir", "choose another out_dir"),
-    ({**PLAN, "branch": "{bare}@4"}, "{bare} has no log.jsonl"),
-    # old weights
-    ({"init_from": "{empty}"}, "{empty}: no checkpoint was saved here", "python export.py --from_hf={empty}"),
-    ({"init_from": "{nowhere}"}, "no checkpoint was saved here", "hf download"),
-    ({"init_from": "{data}/train.bin"}, "train.bin", "not a checkpoint of this project"),
-    ({"init_from": "{whole}", "out_dir": "{whole}"}, "init_from", "is in out_dir"),
-    ({"init_from": "{whole}", "n_embd": 64}, "{whole}/checkpoint.safetensors", "n_embd was 32, is 64",
-     "leave these settings out", "embed.weight is (256, 32) in the checkpoint, (256, 64) in the model"),
-    ({"init_from": "{whole}", "n_layer": 2}, "n_layer was 1, is 2",
-     "layers.1.branches.0.norm.weight is missing in the checkpoint, (32,) in the model"),
-    ({"init_from": "{more}"}, "do not fit this model: more is (5,) in the checkpoint, missing in the model"),
-    ({"init_from": "{of_gpt2}"}, "{of_gpt2}/checkpoint.safetensors", "{data}", "('gpt2', 'bytes')"),
-    ({"init_from": "{bad_skeleton}"}, "{bad_skeleton}/checkpoint.safetensors: does not fit"),
-    # what ends a run on its way
-    ({"LM": partial(small_memory, 5)}, "micro-batch of 12 x 32", "--micro_batch_size=6 --resume=auto"),
-    ({"LM": partial(small_memory, 0), "micro_batch_size": 1}, "1 x 32", "block_size"),
-    *(({"patch": (place, error)}, "micro-batch of 12 x 32", "--micro_batch_size=6") for place, error in (
-        ("evaluation.validation.Evaluate.loss", MemoryError),
-        ("optim.AdamW.step", torch.OutOfMemoryError("CUDA out of memory.")))),
-    ({"patch": ("common.files.os.replace", OSError(errno.EBUSY, "Device or resource busy"))},
-     "cannot write to {out}/config.json (Device or resource busy)", "another out_dir"),
-    ({"patch": ("os.fsync", OSError(errno.ENOSPC, "No space left on device"))},
-     "cannot write to {out}/config.json (No space left on device): make room"),
-]
 
 @pytest.fixture(scope="module")
 def trunk(data, tmp_path_factory):
@@ -1014,6 +1000,8 @@ def places(data, whole, trunk, tmp_path_factory):
 
     root = tmp_path_factory.mktemp("places")
     places, (tensors, meta), old = Places(data=data, whole=whole, trunk=trunk), saved(whole), state(whole)
+    places["plan"] = root / "plan.py"
+    places["plan"].write_text("\n".join(f"{name} = {value!r}" for name, value in PLAN.items()))
     write_data(root / "other", seed=1)
     write_data(root / "gpt2", tokenizer="gpt2")
     description = record(shutil.copytree(data, root / "other_val"), "meta")
@@ -1042,24 +1030,50 @@ def places(data, whole, trunk, tmp_path_factory):
         yield places
 
 
-@pytest.mark.parametrize("changes, words", [(changes, words) for changes, *words in REFUSED],
-                         ids=lambda x: "-".join(x) if isinstance(x, dict) else "")
-def test_mistakes_get_one_line_and_touch_nothing(places, data, out, monkeypatch, changes, words):
-    places["out"] = out
-    settings = {key: x.format_map(places) if isinstance(x, str) else x for key, x in changes.items()}
-    lm, patch = settings.pop("LM", lambda: LM)(), settings.pop("patch", None)
-    environment = {key: settings.pop(key) for key in list(settings) if key.isupper()}
-    if environment:
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        for key, text in {**TWO, **environment}.items():
-            monkeypatch.setenv(key, text)
-        settings["timeout_minutes"] = 0.02
-    content = lambda: {path: path.read_bytes() for folder, _, names in os.walk(settings.get("out_dir", out))
-                       for path in (Path(folder, name) for name in names) if path.name != ".lock"}
+@pytest.mark.parametrize("typed, words", [
+    (typed, words) for typed, *words in table(REFUSED + NO_GPU * (not torch.cuda.is_available()))], ids=str)
+def test_mistakes_get_one_line_and_touch_nothing(places, data, out, monkeypatch, typed, words):
+    argv, places["out"] = arguments(data, out), out
+    for word in typed.split():
+        name, _, value = word.partition("=")
+        if name.isupper():
+            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+            two = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29877", name: value}
+            for key, text in two.items():
+                monkeypatch.setenv(key, text)
+            argv.append("--timeout_minutes=0.02")
+        elif word.startswith("{") and word != "{plan}":
+            argv += [f"--out_dir={places[word[1:-1]]}", "--resume=auto"]
+        else:
+            argv.append(word.format_map(places))
+    folder = [word for word in argv if word.startswith("--out_dir=")][-1].partition("=")[2]
+    content = lambda: {path: path.read_bytes() for path in Path(folder).rglob("*")
+                       if path.is_file() and path.name != ".lock"}
     before = content()
-    with mock.patch(patch[0], side_effect=patch[1]) if patch else contextlib.nullcontext():
-        refuse(arguments(data, out, **settings), *(word.format_map(places) for word in words), LM=lm)
-    assert "LM" in changes or patch or content() == before
+    refuse(argv, *(word.format_map(places) for word in words))
+    assert content() == before
+
+
+FAULTS = [  # where; what goes wrong; words of the line
+    ("evaluation.validation.Evaluate.loss", MemoryError, "micro-batch of 12 x 32  --micro_batch_size=6"),
+    ("optim.AdamW.step", torch.OutOfMemoryError("CUDA out of memory."),
+     "micro-batch of 12 x 32  --micro_batch_size=6"),
+    ("common.files.os.replace", OSError(errno.EBUSY, "Device or resource busy"),
+     "cannot write to {out}/config.json (Device or resource busy)  another out_dir"),
+    ("os.fsync", OSError(errno.ENOSPC, "No space left on device"),
+     "cannot write to {out}/config.json (No space left on device): make room")]
+
+
+@pytest.mark.parametrize("place, error, words", FAULTS)
+def test_what_ends_a_run_on_its_way_gets_one_line(data, out, place, error, words):
+    with mock.patch(place, side_effect=error):
+        refuse(arguments(data, out), *words.format(out=out).split("  "))
+
+
+@pytest.mark.parametrize("size, limit, words", [
+    (12, 5, ["micro-batch of 12 x 32", "--micro_batch_size=6 --resume=auto"]), (1, 0, ["1 x 32", "block_size"])])
+def test_a_micro_batch_that_is_too_large_gets_one_line(data, out, size, limit, words):
+    refuse(arguments(data, out, micro_batch_size=size), *words, LM=small_memory(limit))
 
 
 def test_help_lists_every_key():
