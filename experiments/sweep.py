@@ -220,8 +220,7 @@ def make_cell(preset, stage, model, size, steps=None, rate=None, seed=None):
 
 def seed_cells(preset, model, size, rate, seed, budgets, folder=REPO / "out"):
     """The runs of a seed at all budgets: the longest from scratch, or from what `folder` has already, the others from
-    it. {step: cell that kept its checkpoint} grows along the way."""
-    from runtime.checkpoint import steps as steps_of
+    it. What has begun goes on as it began."""
     from train import decay_steps
 
     cells = [make_cell(preset, "seed", model, size, steps, rate, seed) for steps in sorted(budgets, reverse=True)]
@@ -229,29 +228,26 @@ def seed_cells(preset, model, size, rate, seed, budgets, folder=REPO / "out"):
     plan = runner.read_plan(folder, new=True)["cells"]
     kept = kept_checkpoints(folder, plan, cells[0].at)
     for c in cells:
-        has_begun = c.name in plan and (folder / c.name / "config.json").exists()
-        if has_begun:  # it goes on from where it began
-            branch = runner.settings(plan[c.name]["argv"]).get("branch", "@0")
-            c.at["from"] = int(branch.rpartition("@")[2])
-        if is_finished(folder / c.name):  # what it kept is known
-            continue
-        base = c.at["from"]
-        if not has_begun:
+        if c.name in plan and (folder / c.name / "config.json").exists():
+            began = runner.settings(plan[c.name]["argv"])
+            c.at["from"] = int(began.get("branch", "@0").rpartition("@")[2])
+            keep = [] if is_finished(folder / c.name) else numbers(began.get("keep_steps"))
+        else:
             base = max((step for step in kept if step <= ends[c.name]), default=0)
-        saved = steps_of(folder / c.name)  # if it has begun: steps before the last are kept, or are past
-        keep = []
-        for end in sorted(set(ends.values()) - kept.keys()):
-            can_be_kept = end in saved or end > max(saved, default=0)
-            if base < end <= ends[c.name] and can_be_kept:
-                keep.append(end)
-        if keep:
-            c.argv.append(f"--keep_steps={','.join(map(str, keep))}")
-        if base and not has_begun:
-            c.after = kept[base]
-            c.at["from"] = base
-            c.argv.append(f"--branch={os.path.relpath(folder, REPO)}/{c.after}@{base}")
+            keep = sorted(end for end in {*ends.values()} - kept.keys() if base < end <= ends[c.name])
+            if keep:
+                c.argv.append(f"--keep_steps={','.join(map(str, keep))}")
+            if base:
+                c.after = kept[base]
+                c.at["from"] = base
+                c.argv.append(f"--branch={os.path.relpath(folder, REPO)}/{c.after}@{base}")
         kept |= dict.fromkeys(keep, c.name)
     return cells
+
+
+def numbers(text):
+    """The numbers of --keep_steps=1,2; none of None."""
+    return list(map(int, text.split(","))) if text else []
 
 
 def kept_checkpoints(folder, plan, at):
@@ -263,8 +259,8 @@ def kept_checkpoints(folder, plan, at):
     for name, other in plan.items():
         is_same = all(other.get(key) == at[key] for key in ("stage", "model", "size", "learning_rate", "seed"))
         if is_same and is_finished(folder / name):
-            planned = runner.settings(other["argv"]).get("keep_steps", "").split(",")
-            kept |= {step: name for step in steps_of(folder / name) if str(step) in planned}
+            planned = numbers(runner.settings(other["argv"]).get("keep_steps"))
+            kept |= dict.fromkeys(steps_of(folder / name).keys() & planned, name)
     return kept
 
 

@@ -466,16 +466,15 @@ def test_further_budgets_branch_from_what_is_there(tmp_path, of_a_seed):
     assert [c.at["from"] for c in more()] == [819, 0, 0]  # where it did begin
 
 
-def test_further_budgets_branch_from_a_run_that_has_begun(tmp_path, of_a_seed):
-    """It keeps another checkpoint for a budget whose decay it has not come to; one that it has passed is lost."""
+def test_a_run_that_has_begun_goes_on_as_it_began(tmp_path, of_a_seed):
+    """It keeps what it was to keep, of which other budgets branch; no more than that."""
     first = of_a_seed(1024, 512)
     runner.write_plan(tmp_path, first)
-    has_run(tmp_path / first[0].name, 410, 500)
-    cells = trunk, branch, shorter, lost = of_a_seed(1024, 700, 512, 256)
+    has_run(tmp_path / first[0].name, 410)
+    cells = trunk, longer, shorter = of_a_seed(1024, 700, 512)
     runner.write_plan(tmp_path, cells)
-    assert [a for a in trunk.argv if "keep_steps" in a] == trunk.argv[-1:] == ["--keep_steps=410,560,819"]
-    assert branch.after == shorter.after == trunk.name and not lost.after
-    assert [c.at["from"] for c in cells] == [0, 560, 410, 0]
+    assert trunk.argv == first[0].argv and trunk.argv[-1] == "--keep_steps=410,819"
+    assert longer.after == shorter.after == trunk.name and [c.at["from"] for c in cells] == [0, 410, 410]
 
 
 SMALL = sweep.Size(("--n_layer=2", "--n_head=2", "--n_embd=128"), 1024, (256, 512), seeds=5, search=2)

@@ -71,8 +71,8 @@ class Cell:
 def write_plan(folder, cells, **about):
     """Add cells to folder/plan.json, and what is true of the whole sweep (`about`).
 
-    A cell that has begun keeps the arguments it began with (cell.argv is set to them), and with the new keep_steps.
-    Raises ConfigError where the new ones would give another result.
+    A cell that has begun keeps the arguments it began with: cell.argv is set to them. Raises ConfigError where the new
+    ones would give another result.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,9 +86,7 @@ def write_plan(folder, cells, **about):
             changed = sorted(f"{key}={value}" for key, value in before.items() ^ now.items())
             raise ConfigError(f"{c.name} in {folder} ran with other arguments ({', '.join(changed)}): "
                               "choose another --out")
-        kept, more = ({*settings(argv).get("keep_steps", "").split(",")} - {""} for argv in (began, c.argv))
-        steps = ",".join(sorted(kept | more, key=int))
-        c.argv = [*(a for a in began if "--keep_steps=" not in a), f"--keep_steps={steps}"] if more - kept else began
+        c.argv = began
     new = {c.name: {**c.at, "argv": c.argv} for c in cells}
     write_json(folder / "plan.json", {**old, **about, "cells": {**old["cells"], **new}})
 
