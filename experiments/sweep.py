@@ -18,7 +18,6 @@ under another name, with other seeds: `duel longhorn longhorn@again` should find
 goes to every run (`--wandb=offline`, `--dtype=float32`).
 """
 
-import dataclasses
 import functools
 import json
 import math
@@ -104,6 +103,10 @@ LAW = {
                  mlp={"llama": 304, "gla": 296, "rwkv": 352, "gated_deltanet": 300}),
 }
 LAW_FAMILIES = ("longhorn", "mamba", "llama", "gla", "rwkv", "retnet", "gated_deltanet")
+# Ratios need the best families' shorter budgets; GLA and RetNet differ more from seed to seed.
+OF_LAW = Preset(LAW, LAW_FAMILIES, warmup=51, args=LAW_ARGS, one_by_one=True, folder="scaling_law", families={
+    **dict.fromkeys(("longhorn", "mamba"), {"others": (256, *LAW_OTHERS)}),
+    **dict.fromkeys(("gla", "retnet"), {"seeds": 4})})
 
 
 def rung(n_layer, width, millions, **search):
@@ -119,29 +122,24 @@ PRESETS = {
         "1.5M": Size(L, 1024, (256, 512), seeds=16, search=3)}),
     "laptop": Preset(warmup=26, args=LAPTOP, sizes={
         "460K": Size(M, 1024, (256, 512), seeds=5, search=2), "1.5M": Size(L, 1024, (256, 512), seeds=3)}),
-    # Ratios need the best families' shorter budgets; those two differ more from seed to seed.
-    "law": Preset(models=LAW_FAMILIES, warmup=51, args=LAW_ARGS, sizes=LAW, one_by_one=True, families={
-        "longhorn": {"others": (256, *LAW_OTHERS)}, "mamba": {"others": (256, *LAW_OTHERS)},
-        "gla": {"seeds": 4}, "retnet": {"seeds": 4}}),
+    "law": OF_LAW,
     # What `law` is where there are GPUs: up to the paper's 120M
     "law_gpu": Preset(models=LAW_FAMILIES, warmup=30, rate_times_width=0.5, one_by_one=True, sizes={
         "8M": rung(7, 128, 8.0, search=2), "15M": rung(10, 192, 14.6, search=2),
         "30M": rung(10, 320, 29.4, search=1, rates=3), "60M": rung(10, 512, 59.3), "120M": rung(12, 768, 128.6)}, args=(
             "--eval_interval=0", "--eval_tokens=0", "--log_interval=20", "--keep_checkpoints=1")),
     # To be run after its losses were predicted: the first seed's runs to 28 MB, and a larger size.
-    "law_predicted": Preset(models=("longhorn", "mamba", "llama"), warmup=51, args=LAW_ARGS, one_by_one=True,
-                            folder="scaling_law", sizes={
-                                "130K": replace(LAW["130K"], steps=28672, others=(), seeds=1),
-                                "460K": replace(LAW["460K"], steps=28672, others=(), seeds=1),
-                                "1.5M": replace(LAW["1.5M"], seeds=0),
-                                "3.5M": Size(XL, 28672, (16384,))}),
+    "law_predicted": replace(OF_LAW, models=("longhorn", "mamba", "llama"), families={}, sizes={
+        "130K": replace(LAW["130K"], steps=28672, others=(), seeds=1),
+        "460K": replace(LAW["460K"], steps=28672, others=(), seeds=1),
+        "1.5M": replace(LAW["1.5M"], seeds=0),
+        "3.5M": Size(XL, 28672, (16384,))}),
     # Two controls: at half the rate; and with four times the tokens per step.
-    "law_half": Preset(models=("longhorn", "llama"), warmup=51, args=LAW_ARGS, one_by_one=True, folder="scaling_law",
-                       sizes={"460K": replace(LAW["460K"], seeds=0),
-                              "460K rate/2": Size(M, LAW_STEPS, LAW_OTHERS, times=0.5)}),
-    "law_4096": Preset(models=("longhorn", "llama"), warmup=26, one_by_one=True,
-                       args=(*LAW_ARGS, "--batch_tokens=4096", "--micro_batch_size=16"), sizes={
-                           "460K": Size(M, 1024, (128, 256, 512), seeds=2, search=1, search_steps=1024, rates=3)}),
+    "law_half": replace(OF_LAW, models=("longhorn", "llama"), families={}, sizes={
+        "460K": replace(LAW["460K"], seeds=0), "460K rate/2": Size(M, LAW_STEPS, LAW_OTHERS, times=0.5)}),
+    "law_4096": Preset(models=("longhorn", "llama"), warmup=26, one_by_one=True, sizes={
+        "460K": Size(M, 1024, (128, 256, 512), seeds=2, search=1, search_steps=1024, rates=3)}, args=(
+            *LAW_ARGS, "--batch_tokens=4096", "--micro_batch_size=16")),
     "paper": Preset(sizes={
         "120M": Size(config="120m"), "350M": Size(config="350m"),
         "120M at 4096": Size(("--block_size=4096", "--micro_batch_size=8"), config="120m"),
@@ -165,10 +163,6 @@ def load_once(argv):
     return configurator.load(TrainConfig, argv)
 
 
-def is_pattern(family):
-    return "*" in family or "," in family
-
-
 def base_arguments(preset, model, size):
     """What every run of a family at a size has: its config file, and what size, preset and family change in it.
 
@@ -176,7 +170,7 @@ def base_arguments(preset, model, size):
     """
     s = preset.sizes[size]
     family = stem(model)
-    first = re.split("[*,]", family)[0]
+    first, *rest = re.split("[*,]", family)
     name = f"config/{first}_{s.config}.py"
     if not (REPO / name).exists():
         known = sorted(p.stem.removesuffix(f"_{s.config}") for p in REPO.glob(f"config/*_{s.config}.py"))
@@ -185,11 +179,11 @@ def base_arguments(preset, model, size):
     argv = [name, *s.argv, *preset.args]
     if family in s.mlp:
         argv.append(f"--mlp_multiple={s.mlp[family]}")
-    if is_pattern(family):
+    if rest:
         argv.append(f"--pattern={family}")
     argv += label_settings(model)
     config = load(argv)
-    if not is_pattern(family) and config.model != family:
+    if not rest and config.model != family:
         raise ConfigError(f"{name} sets model to {config.model}: write model = {family!r} there")
     return argv
 
@@ -274,16 +268,16 @@ def reported_cells(preset, rates, folder=REPO / "out"):
     The first family also gets one cosine per size, from scratch: does the schedule change the loss? Of a preset that is
     run one by one, all of a family's sizes, each with all its seeds, come before the next family.
     """
-    places = []  # (seed, size, family) by their numbers, but for the family
+    sizes = list(preset.sizes)
+    places = []
     for model in preset.models:
-        for j, size in enumerate(preset.sizes):
+        for size in sizes:
             if (model, size) in rates:
-                places += [(i, j, model) for i in range(preset.size(model, size).seeds)]
+                places += [(model, size, i) for i in range(preset.size(model, size).seeds)]
     if not preset.one_by_one:
-        places.sort(key=lambda place: place[:2])
+        places.sort(key=lambda place: (place[2], sizes.index(place[1])))
     cells = []
-    for i, j, model in places:
-        size = list(preset.sizes)[j]
+    for model, size, i in places:
         s = preset.size(model, size)
         if not s.steps:
             cells.append(make_cell(preset, "seed", model, size))
@@ -338,21 +332,16 @@ def searched(preset, folder, model, size, rates):
 
     Rates that an earlier command tried beyond them do not count: the choice is the same however often it is stopped.
     """
-    needed = {c.name for c in search_cells(preset, model, size, rates)}
-    losses_by_rate = {rate: [] for rate in rates}
-    for name, at in runner.read_plan(folder, new=True)["cells"].items():
-        if (at["stage"], at["model"], at["size"]) != ("search", model, size) or at["learning_rate"] not in rates:
-            continue
+    losses = {rate: [] for rate in rates}
+    for cell in search_cells(preset, model, size, rates):
         try:
-            loss = read_run(folder / name, at)["loss_of_choosing_files"]
+            loss = read_run(folder / cell.name, cell.at)["loss_of_choosing_files"]
         except BadRecord as reason:
             if "diverged" not in str(reason):
-                if name in needed:
-                    return None
-                continue
-            loss = float("inf")
-        losses_by_rate[at["learning_rate"]].append(loss)
-    return best_rate(losses_by_rate)
+                return None
+            loss = math.inf
+        losses[cell.at["learning_rate"]].append(loss)
+    return best_rate(losses)
 
 
 def search(preset, folder, size, grids, go):
@@ -381,28 +370,22 @@ def find_rates(preset, folder, go, plan_only=False):
     found = {model: {} for model in preset.models}  # until a search of the family finds none
     for size, s in preset.sizes.items():
         width = {model: load(base_arguments(preset, model, size)).n_embd for model in found}
-        centre = {}
         grids = {}
-        for model, searched_rates in found.items():
-            centre[model] = preset.rate_times_width / width[model]
-            if searched_rates:
-                centre[model] = s.times * rate_by_width(searched_rates, width[model])
-            if (model, size) in known:
-                rates[model, size] = known[model, size]
-            elif not s.search:
-                rates[model, size] = three_digits(centre[model])
-            else:
-                grids[model] = first_rates(s.rates, centre[model])
+        for model, by_width in found.items():
+            centre = preset.rate_times_width / width[model]
+            if by_width:
+                centre = s.times * rate_by_width(by_width, width[model])
+            rates[model, size] = known.get((model, size), three_digits(centre))
+            if s.search and (model, size) not in known:
+                grids[model] = first_rates(s.rates, centre)
         for model, best in search(preset, folder, size, grids, go).items():
             if best:
                 rates[model, size] = best.rate
-            elif plan_only:
-                rates[model, size] = three_digits(centre[model])
-        for model in list(found):
-            if (model, size) not in rates:
-                del found[model]
-            elif s.search:
-                found[model][width[model]] = rates[model, size]
+            elif not plan_only:
+                del rates[model, size], found[model]
+        if s.search:
+            for model, by_width in found.items():
+                by_width[width[model]] = rates[model, size]
     return rates, found
 
 
@@ -430,17 +413,15 @@ def estimate(cells):
 
     import families  # noqa: F401
     from inspection.counting import cpu_seconds, flops_per_token, parameter_count
-    from model import LM, ModelConfig
+    from model import LM
 
     counted = {}  # (family, size): parameters, and FLOPs per token
     for c in cells:
         config = load(c.argv)
         key = c.at["model"], c.at["size"]
         if key not in counted:
-            settings = dataclasses.asdict(config)
-            settings["vocab_size"] = config.vocab_size or vocabulary(config.dataset)
+            sizes = replace(config, vocab_size=config.vocab_size or vocabulary(config.dataset))
             try:
-                sizes = ModelConfig(**{f.name: settings[f.name] for f in dataclasses.fields(ModelConfig)})
                 sizes.check_pattern()
                 with torch.device("meta"):
                     model = LM(sizes)
@@ -462,11 +443,6 @@ def whole_path(setting):
     if key == "--dataset" and Path(value).is_dir():
         return f"{key}={Path(value).resolve()}"
     return setting
-
-
-def parts(preset):
-    """What is searched and reported before the next begins: the whole, or each family."""
-    return [replace(preset, models=(model,)) for model in preset.models] if preset.one_by_one else [preset]
 
 
 def slopes(found):
@@ -613,7 +589,10 @@ class Sweep(Experiment):
         return self.whole
 
     def work(self, planned):
-        for part in parts(self.preset):
+        preset = self.preset
+        families = [(model,) for model in preset.models] if preset.one_by_one else [preset.models]
+        for models in families:  # what is searched and reported before the next begins
+            part = replace(preset, models=models)
             rates, found = find_rates(part, self.folder, self.go)
             self.whole["slopes"] |= slopes(found)
             self.go(reported_cells(part, rates, self.folder))

@@ -262,8 +262,7 @@ def test_a_run_of_other_code_or_other_windows_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("text", [
-    "{", "[]", '{"cells": []}', '{"cells": {}, "models": 5}',
-    '{"cells": {"a": 1}}', '{"cells": {"../a": {}}}', '{"cells": {"a": {"argv": []}}}'])
+    "{", "[]", '{"cells": []}', '{"cells": {"a": 1}}', '{"cells": {"../a": {}}}', '{"cells": {"a": {"argv": []}}}'])
 def test_a_damaged_plan_or_saved_sweep_is_one_sentence(tmp_path, text):
     with pytest.raises(ConfigError, match="holds no sweep"):
         report.write(tmp_path)

@@ -39,7 +39,6 @@ from runtime.records import BadRecord, changed_files, fields, is_finished, read_
 # Settings that may differ between two runs of one cell without changing its result; some exist in older records only.
 WITHOUT_EFFECT = {"micro_batch_size", "batch_size", "eval_batch_size", "eval_interval", "log_interval",
                   "checkpoint_interval", "keep_steps", "branch", "wandb", "wandb_project", "wandb_group"}
-OF_THE_SWEEP = {"models": list, "commands": list, "uncommitted": list, "sizes": dict, "slopes": dict}  # in plan.json
 
 
 @dataclass
@@ -108,9 +107,6 @@ def read_plan(folder, new=False):
     try:
         with fields("it"):
             plan = read_json(path)
-            for key, kind in OF_THE_SWEEP.items():
-                if not isinstance(plan.get(key, kind()), kind):
-                    raise BadRecord(f"its {key} are {str(plan[key])[:40]}")
             for name, at in plan["cells"].items():
                 if not isinstance(at, dict) or ".." in Path(name).parts or Path(name).is_absolute():
                     raise BadRecord(f"{name} is no cell of a sweep")
@@ -120,17 +116,23 @@ def read_plan(folder, new=False):
                           "stay") from None
 
 
-def uncommitted():
-    """A diff of the files that this checkout's runs import from its commit; "" if there is none, or git fails."""
+def code_now():
+    """The identity of the code that this checkout's runs import."""
     import train  # noqa: F401  # so that what it imports is known
     from runtime.records import code_identity
+
+    return code_identity()
+
+
+def uncommitted():
+    """A diff of the files that this checkout's runs import from its commit; "" if there is none, or git fails."""
+    files = code_now()["code_files"]
 
     def git(*args):
         with contextlib.suppress(OSError):
             return subprocess.run(["git", "-C", REPO, *args], capture_output=True, text=True, errors="replace").stdout
         return ""
 
-    files = code_identity()["code_files"]
     diff = git("diff", "HEAD", "--", *files)
     for name in git("ls-files", "-oz", "--", *files).split("\0")[:-1]:
         diff += git("diff", "--no-index", "/dev/null", name)
@@ -140,20 +142,17 @@ def uncommitted():
 def say_changed_code(folder, accepted=()):
     """Print a line if this checkout's code is not that of the runs in `folder`; the sweep goes on all the same. Raises
     ConfigError if a code that shall be `accepted` is that of none of them: the report would refuse it at the end."""
-    import train  # noqa: F401  # so that what it imports is known
-    from runtime.records import code_identity
-
-    identity, changed = code_identity(), {}
-    now = identity["code_files"]
+    now = code_now()
+    changed = {}
     for name in read_plan(folder, new=True)["cells"]:
         with contextlib.suppress(BadRecord), fields():
             environment = read_json(Path(folder) / name / "config.json")["environment"]
-            changed[environment["code"]] = ", ".join(changed_files(environment["code_files"], now))
-    known = {*changed, identity["code"]}
-    if unknown := [code for code in accepted if code not in known]:
+            changed[environment["code"]] = ", ".join(changed_files(environment["code_files"], now["code_files"]))
+    known = {*changed, now["code"]}
+    if unknown := [version for version in accepted if version not in known]:
         raise ConfigError(f"--accept_code={unknown[0]}: the code is {', '.join(sorted(known))}")
     if changed and all(changed.values()):
-        said = "; ".join(f"{code}: {paths}" for code, paths in changed.items())
+        said = "; ".join(f"{version}: {paths}" for version, paths in changed.items())
         print(printable(f"the code has changed since the runs in {folder} ({said}); new runs have this code, and the "
                         "report compares them with the others only with --accept_code"))
 
