@@ -164,7 +164,7 @@ def test_one_run_more():
         for N, surplus, spread in ((seen.N[1], seen.log_L[0, 1, -1] - fit.log_law(fitted, seen.N[1], 16 * MB),
                                     at_32 + shared - pull * (both + shared)), (4e6, 0, at_32 + shared)):
             draws = [fit.one_more(rng, seen._replace(rate_cost=np.full(5, cost)), fitted, 1e-9, N, 32 * MB)
-                     for _ in range(2000)]
+                     for _ in range(1000)]
             expected = pull * surplus + fit.log_law(fitted, N, 32 * MB)
             assert np.mean(draws) == pytest.approx(expected, abs=4e-4)
             assert np.std(draws) == pytest.approx(spread**0.5, rel=0.1)
@@ -182,7 +182,7 @@ def test_what_another_sweep_may_differ_by():
     rng = np.random.default_rng(0)
     seen = family(noise=0.01)
     variance, df = fit.seed_noise(seen)
-    off = [fit.again(rng, seen, 4e-6)[:, 0] for _ in range(2000)]
+    off = [fit.again(rng, seen, 4e-6)[:, 0] for _ in range(1000)]
     assert np.var(off) == pytest.approx(variance / 2 * df / (df - 2) + 4e-6, rel=0.05)
     fitted = fit.Fit(*CONSTANTS["additive"], 0)
     off = np.resize([0.02, -0.02], (5, 5))
@@ -190,7 +190,7 @@ def test_what_another_sweep_may_differ_by():
     exact = family(noise=1e-8)
     assert fit.around(exact._replace(log_L=exact.log_L + off), "additive", fitted) == (pytest.approx(squares), 20)
     of_seeds = variance / 2 * df / (df - 2) * np.mean(4.0 ** (-0.4 * np.arange(5)))
-    found = [fit.misfit(rng, seen._replace(rate_cost=np.full(5, 0.003)), squares, 20) for _ in range(2000)]
+    found = [fit.misfit(rng, seen._replace(rate_cost=np.full(5, 0.003)), squares, 20) for _ in range(1000)]
     assert np.mean(found) == pytest.approx(squares * 20 / 18 - of_seeds - 1.8e-5, rel=0.03)
     assert fit.misfit(rng, seen, 1e-9, 20) == 0
 

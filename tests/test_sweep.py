@@ -15,7 +15,6 @@ import signal
 import sys
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -93,24 +92,15 @@ def test_so_many_at_a_time(tmp_path, stand_in, monkeypatch):
     assert {environment_of(tmp_path / c.name)["OMP_NUM_THREADS"] for c in cells} == {"2"}
 
 
-@pytest.mark.parametrize("jobs, nproc, gpus, per_gpu, at_a_time", [
-    (0, 1, 0, 1, 6), (4, 1, 0, 1, 4), (0, 2, 0, 1, 1), (0, 1, 3, 4, 12), (5, 1, 3, 4, 5), (0, 2, 3, 1, 1)])
-def test_how_many_cells_run_beside_each_other(monkeypatch, jobs, nproc, gpus, per_gpu, at_a_time):
-    """One per core, the preset's number per GPU, or one over several processes."""
+@pytest.mark.parametrize("main, line, gpus, words", [
+    (mqar.main, "run --mixers=gla --Ts=64", 2, "on 2 GPU(s), 8 at a time\n"),
+    (sweep.main, "laptop longhorn --sizes=460K", 2, "on 2 GPU(s), 2 at a time\n"),
+    (sweep.main, "laptop longhorn --sizes=460K", 0, "on 6 CPU core(s), 6 at a time\n"),
+    (sweep.main, "paper longhorn --sizes=120M", 2, "on 2 GPU(s), 1 at a time by 2 processes each\n"),
+    (sweep.main, "paper longhorn --sizes=120M --nproc=1 --jobs=3", 2, "3 at a time\n")])
+def test_an_experiment_says_how_many_cells_run_beside_each_other(monkeypatch, capsys, main, line, gpus, words):
     monkeypatch.setattr(runner, "cores", lambda: 6)
     monkeypatch.setattr(runner, "visible_gpus", lambda: list(range(gpus)))
-    args = SimpleNamespace(jobs=jobs, cluster="", cluster_args="")
-    where = f"{gpus} GPU(s)" if gpus else "6 CPU core(s)"
-    assert runner.placement(args, nproc, per_gpu) == (at_a_time, list(range(gpus)), where)
-
-
-@pytest.mark.parametrize("main, line, words", [
-    (mqar.main, "run --mixers=gla --Ts=64", "on 2 GPU(s), 8 at a time\n"),
-    (sweep.main, "laptop longhorn --sizes=460K", "on 2 GPU(s), 2 at a time\n"),
-    (sweep.main, "paper longhorn --sizes=120M", "on 2 GPU(s), 1 at a time by 2 processes each\n"),
-    (sweep.main, "paper longhorn --sizes=120M --nproc=1 --jobs=3", "3 at a time\n")])
-def test_an_experiment_says_how_many_cells_share_the_gpus(monkeypatch, capsys, main, line, words):
-    monkeypatch.setattr(runner, "visible_gpus", lambda: [0, 1])
     assert main([*line.split(), "--dry-run"]) == 0 and words in capsys.readouterr().out
 
 
@@ -351,13 +341,6 @@ def test_the_rate_of_a_width_is_on_the_line_through_three():
     assert sweep.rate_by_width({64: 5e-3, 128: 3e-3}, 96) == pytest.approx(4e-3)
 
 
-def test_the_first_rates_are_a_factor_of_2_apart():
-    """Around .36 / width at the smallest size, .5 / width on a GPU, rounded to three digits."""
-    duel, gpu = sweep.PRESETS["duel"], sweep.PRESETS["law_gpu"]
-    assert sweep.first_rates(4, duel.rate_times_width / 128) == [9.94e-4, 1.99e-3, 3.98e-3, 7.95e-3]
-    assert sweep.first_rates(3, gpu.rate_times_width / 256) == [9.77e-4, 1.95e-3, 3.91e-3]
-
-
 def test_the_numbers_of_a_plan_at_budgets_that_do_not_divide(capsys):
     """333 and 101 steps of 1,024 tokens: a fifth is the decay, a branch is trained from where it leaves its trunk."""
     preset = chosen("duel", "longhorn", "mamba", "--sizes=460K", "--steps=333", "--budgets=101", "--seeds=1")
@@ -512,8 +495,7 @@ def test_families_of_a_sweep_share_seeds_unless_a_word_says_otherwise():
 
 
 @pytest.mark.parametrize("named, seen, ids", [
-    ("", 2, [0, 1]), ("1,0", 2, ["1", "0"]), ("", 0, []), ("-1", 0, []), ("NoDevFiles", 0, []), ("0,1", 1, None),
-    ("7", 0, None)])
+    ("", 2, [0, 1]), ("1,0", 2, ["1", "0"]), ("-1", 0, []), ("NoDevFiles", 0, []), ("0,1", 1, None), ("7", 0, None)])
 def test_gpus_that_are_not_there_are_refused(monkeypatch, named, seen, ids):
     """CUDA would hide those after the first such, and the runs meant for them would train on the CPU."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -664,10 +646,10 @@ def test_a_sweep_grows_by_what_is_new(tmp_path, pretend, capsys):
     (["laptop", "gla@step=exact,b", "--dry-run"], "unknown"),
     (["duel", "gla", "gla@block_size=512", "--dry-run"], "eval_block_size at 460K is 256 in gla's config and 512 in"),
     (["duel", "gla@a", "gla@b", "--dry-run"], "gla@WORD twice: both would have the same seeds"),
-    (["paper", "--dry-run", "--gpu=K80"], "--gpu=K80: known are H200, H100 PCIe"),
+    (["paper", "gla", "--dry-run", "--gpu=K80"], "--gpu=K80: known are H200, H100 PCIe"),
     (["paper", "--gpu=H100"], "give --gpu=NAME and --dry-run"), (["paper", "--dry-run", "--gpus=8"], "--gpu=NAME"),
-    (["paper", "--dry-run", "--gpu=H100", "--gpus=6"], "6 GPUs cannot share the 512 sequences of a step"),
-    (["paper", "--dry-run", "--gpu=H100", "--nproc=16"], "--nproc=16: more than --gpus=8"),
+    (["paper", "gla", "--dry-run", "--gpu=H100", "--gpus=6"], "6 GPUs cannot share the 512 sequences of a step"),
+    (["paper", "gla", "--dry-run", "--gpu=H100", "--nproc=16"], "--nproc=16: more than --gpus=8"),
     (["duel", "gla"], "give two families"), (["laptop", "nothing"], "config/nothing_laptop.py does not exist")])
 def test_mistakes_get_one_line(argv, word, capsys):
     with pytest.raises(SystemExit) as stop:
