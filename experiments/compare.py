@@ -27,7 +27,7 @@ from scipy import special
 Difference = namedtuple("Difference", "mean low high se df p seeds_se documents_se rates_se", defaults=(0.0,))
 Multiplier = namedtuple("Multiplier", "value low high beyond")  # beyond: outside the budgets of the better family
 BestRate = namedtuple("BestRate", "rate beyond tried")  # beyond: the next rate to try if the best is at the edge
-Winner = namedtuple("Winner", "family reason p")  # name or None; sentence; {other family: p by Holm's method, or None}
+Winner = namedtuple("Winner", "family reason")  # name or None; sentence
 CONFIDENCE = 0.95
 
 
@@ -350,19 +350,19 @@ def winner(means, p_of, alpha=0.05):
     be below alpha. Choosing the best after looking needs no further correction: it has to beat all others at once.
     """
     if len(means) < 2:
-        return Winner(None, f"{len(means)} families with a loss: nothing to compare", {})
+        return Winner(None, f"{len(means)} families with a loss: nothing to compare")
     best, *others = sorted(means, key=means.get)
     p = {family: p_of(best, family) for family in others}
     untested = [family for family in others if p[family] is None]
     if untested:
         return Winner(None, f"{best} is lowest, but cannot be tested against {', '.join(untested)}: two seeds are "
-                      "needed", p)
+                      "needed")
     p = holm(p)
     worst = max(others, key=p.get)
     if p[worst] >= alpha:
         return Winner(None, f"{best} is lowest, but not significantly below {worst}: p = {p[worst]:.2g}, limit "
-                      f"{alpha:g}", p)
-    return Winner(best, f"{best} is below every other family, p <= {p[worst]:.2g} after Holm's correction", p)
+                      f"{alpha:g}")
+    return Winner(best, f"{best} is below every other family, p <= {p[worst]:.2g} after Holm's correction")
 
 
 # ------------------------------------------------------------------------------------------------ a look at every pair
