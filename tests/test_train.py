@@ -8,6 +8,7 @@ than training a tiny model. What needs processes of its own, kills above all, is
 import contextlib
 import dataclasses
 import errno
+import functools
 import io
 import itertools
 import json
@@ -70,10 +71,18 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def whole(data, tmp_path_factory):
+def ran(data):
+    """ran(out, **changes): what a run on words says, which must succeed. The last three are those of helpers.run."""
+    def ran(out, base=TINY, LM=LM, draw_loss=no_picture, err=None, **changes):
+        return succeed(arguments(data, out, base, **changes), LM, draw_loss=draw_loss, err=err)
+    return ran
+
+
+@pytest.fixture(scope="module")
+def whole(ran, tmp_path_factory):
     """The folder of an undisturbed run of TINY."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    succeed(arguments(data, out), draw_loss=draw_loss)
+    ran(out, draw_loss=draw_loss)
     return out
 
 
@@ -234,7 +243,7 @@ def test_what_the_log_has(whole):
     assert losses(whole, "seconds") == sorted(losses(whole, "seconds"))
 
 
-def test_the_result_of_a_finished_run(whole):
+def test_the_said_a_finished_run(whole):
     result, config = record(whole), record(whole, "config")
     assert result["val_loss"] == events(whole, "eval")[12]["val_loss"] and result["val_tokens"] == 699
     assert result["val_bits_per_byte"] == pytest.approx(result["val_loss"] / math.log(2))
@@ -248,37 +257,34 @@ def test_the_result_of_a_finished_run(whole):
 
 
 @pytest.mark.parametrize("bytes_of_val", [2100, None])
-def test_bits_per_byte_of_tokens_that_are_not_bytes(data, out, tmp_path, bytes_of_val):
+def test_bits_per_byte_of_tokens_that_are_not_bytes(data, ran, out, tmp_path, bytes_of_val):
     folder = shutil.copytree(data, tmp_path / "data")
     meta = record(folder, "meta")
     del meta["bytes_per_token"]
     if bytes_of_val:
         meta["splits"]["val"]["bytes"], meta["splits"]["train"]["bytes"] = bytes_of_val, 9999
     (folder / "meta.json").write_text(json.dumps({**meta, "crc32": prepared.meta_crc32(meta)}))
-    succeed(arguments(folder, out, max_iters=1))
-    expected = record(out)["val_loss"] / math.log(2) / (bytes_of_val / 700) if bytes_of_val else None
-    assert record(out).get("val_bits_per_byte") == (expected and pytest.approx(expected))
-    succeed(arguments(folder, out, max_iters=6, final_eval_tokens=64))
-    [first, _] = events(out, "eval").values()
-    expected = first["val_loss"] / math.log(2) / (bytes_of_val / 700) if bytes_of_val else None
-    assert first.get("val_bits_per_byte") == (expected and pytest.approx(expected))
+    ran(out, dataset=folder, max_iters=6, final_eval_tokens=64)
+    for measured in (events(out, "eval")[5], record(out)):
+        expected = measured["val_loss"] / math.log(2) / (bytes_of_val / 700) if bytes_of_val else None
+        assert measured.get("val_bits_per_byte") == (expected and pytest.approx(expected))
 
 
-def test_only_a_runs_own_files_are_moved_aside(data, tmp_path, monkeypatch):
+def test_only_a_runs_own_files_are_moved_aside(data, ran, tmp_path, monkeypatch):
     """All of them, out of any folder, the current one included; a kill in the middle is made good, also by another
     command."""
     out, once = tmp_path / "folder", {"max_iters": 2, "checkpoint_interval": 1, "final_eval_tokens": 64}
     (out / "thesis").mkdir(parents=True)
     (out / "best.py").write_text("mine")
     (tmp_path / "link").symlink_to(out)
-    succeed(arguments(data, tmp_path / "link", seed=1, **once))
+    ran(tmp_path / "link", seed=1, **once)
     (out / "log.jsonl").unlink()  # checkpoints without a log are a run too
     monkeypatch.setattr(records.os, "rename", mock.Mock(side_effect=[None, KeyboardInterrupt]))  # moves nothing
     assert run(arguments(data, out, seed=2, **once)).code == 130
     monkeypatch.undo()
     os.rename(out / "config.json", out / records.MOVING / "config.json")
-    succeed(arguments(data, tmp_path / "link", seed=2, resume="auto", **once))
-    assert f"the earlier run is kept as {out / 'earlier-2'}\n" in succeed(arguments(data, out, seed=3, **once)).out
+    ran(tmp_path / "link", seed=2, resume="auto", **once)
+    assert f"the earlier run is kept as {out / 'earlier-2'}\n" in ran(out, seed=3, **once).out
     every = {"config.json", "log.jsonl", "result.json", "loss.png", "best.safetensors",
              "checkpoint.safetensors", "checkpoint-1.safetensors"}
     assert {p.name for p in (out / "earlier-1").iterdir()} == every - {"log.jsonl"}
@@ -287,26 +293,26 @@ def test_only_a_runs_own_files_are_moved_aside(data, tmp_path, monkeypatch):
     assert (out / "best.py").read_text() == "mine" and (tmp_path / "link").is_symlink()
 
 
-def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_behind(data, out):
+def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_behind(ran, out):
     """What is there is this run's own beginning; a result is kept, and what another run began."""
-    succeed(arguments(data, out, max_iters=2))
+    ran(out, max_iters=2)
     for gone, seed, aside in (("result", 1337, 0), ("nothing", 1337, 1), ("result", 2, 2)):
         for path in (*out.glob("*.safetensors"), *out.glob(f"{gone}.json")):
             path.unlink()
-        succeed(arguments(data, out, max_iters=2, resume="auto", seed=seed))
+        ran(out, max_iters=2, resume="auto", seed=seed)
         assert len(list(out.glob("earlier*"))) == aside
 
 
-def test_the_screen_shows_what_the_log_has(data, tmp_path):
+def test_the_screen_shows_what_the_log_has(ran, tmp_path):
     """On a terminal of 80 columns, where the bar of a run that continues is not at its beginning, as in a pipe."""
-    argv = lambda name: arguments(data, tmp_path / name, dtype="bfloat16", max_iters=3, eval_tokens=64, resume="auto")
+    go = lambda name, **how: ran(tmp_path / name, dtype="bfloat16", max_iters=3, eval_tokens=64, resume="auto", **how)
     screen = io.StringIO()
     screen.isatty = lambda: True
     with (mock.patch("runtime.telemetry.peak_flops", lambda name: 1e9),
           mock.patch.dict(os.environ, COLUMNS="80", LINES="24")):
-        piped = succeed(argv("pipe")).out
-        succeed(argv("terminal"), LM=stops_at(2))
-        terminal = succeed(argv("terminal"), err=screen).err
+        piped = go("pipe").out
+        go("terminal", LM=stops_at(2))
+        terminal = go("terminal", err=screen).err
     e = events(tmp_path / "pipe")[3]
     words = f"loss {e['train_loss']:.4f}  lr 3.00e-04  norm {e['grad_norm']:.2f}  {e['tokens_per_second']:,} tokens/s"
     assert f"step      3  {words}  mfu {e['mfu']:.1%}\n" in piped and e["mfu"] > 0
@@ -315,7 +321,7 @@ def test_the_screen_shows_what_the_log_has(data, tmp_path):
     assert all(f" {word} " in f" {last} " for word in ("100%", "lr", "norm", "tokens/s", "mfu")), last
 
 
-def test_speed_is_that_of_training_alone(data, out):
+def test_speed_is_that_of_training_alone(ran, out):
     """By a clock on which a training forward takes 2 s and one of an evaluation 100 s; float32 has no MFU. A resumed
     run goes on counting."""
     now, stop = [0.0], [5]
@@ -331,13 +337,13 @@ def test_speed_is_that_of_training_alone(data, out):
     with (mock.patch("time.perf_counter", lambda: now[0]),
           mock.patch("runtime.telemetry.peak_flops", lambda name: 1e9)):
         for _ in range(2):
-            succeed(arguments(data, out, log_interval=2, resume="auto"), LM=Slow)
+            ran(out, log_interval=2, resume="auto", LM=Slow)
     assert set(losses(out, "tokens_per_second")) == {384 / 2} and "mfu" not in events(out)[2]
     result = record(out)
     assert result["seconds"] == now[0] > 300 and result["tokens_per_second"] == round(12 * 384 / now[0])
 
 
-def test_a_picture_is_drawn_at_times_and_never_worth_a_run(data, out):
+def test_a_picture_is_drawn_at_times_and_never_worth_a_run(ran, out):
     """A step takes a second, and every second one is evaluated: drawn are those after 4, 8 and 12."""
     now, draw_loss = [0.0], mock.Mock(side_effect=ImportError("failed to map segment"))
 
@@ -345,13 +351,12 @@ def test_a_picture_is_drawn_at_times_and_never_worth_a_run(data, out):
         now[0] += 1
 
     with mock.patch("time.perf_counter", lambda: now[0]), mock.patch("runtime.telemetry.PICTURE_SECONDS", 3):
-        argv = arguments(data, out, eval_interval=2, eval_tokens=64)
-        said = succeed(argv, LM=acting(tick), draw_loss=draw_loss).out
+        said = ran(out, eval_interval=2, eval_tokens=64, LM=acting(tick), draw_loss=draw_loss).out
     assert draw_loss.mock_calls == [mock.call(out)] * 3
     assert said.count("no loss.png: failed to map segment") == 3 and not (out / "loss.png").exists()
 
 
-def test_a_log_is_on_the_disk_before_the_checkpoint_that_it_leads_to(data, out):
+def test_a_log_is_on_the_disk_before_the_checkpoint_that_it_leads_to(ran, out):
     flushed, fsync = [], os.fsync
 
     def note(handle):
@@ -359,13 +364,13 @@ def test_a_log_is_on_the_disk_before_the_checkpoint_that_it_leads_to(data, out):
         fsync(handle)
 
     with mock.patch("os.fsync", note):
-        succeed(arguments(data, out, max_iters=3, checkpoint_interval=1, keep_checkpoints=3))
+        ran(out, max_iters=3, checkpoint_interval=1, keep_checkpoints=3)
     log, steps = (out / "log.jsonl").stat().st_ino, sorted(checkpoint.steps(out).items())
     places = [flushed.index(path.stat().st_ino) for _, path in steps]
     assert len(places) == 3 and all(log in flushed[a:b] for a, b in itertools.pairwise(places))
 
 
-def test_nothing_is_read_before_the_folder_is_locked(data, out):
+def test_nothing_is_read_before_the_folder_is_locked(ran, out):
     """Or a run that is about to save would be taken for one without a checkpoint, and moved aside."""
     candidates = checkpoint.candidates
 
@@ -375,14 +380,14 @@ def test_nothing_is_read_before_the_folder_is_locked(data, out):
         return candidates(folder)
 
     with mock.patch.object(checkpoint, "candidates", side_effect=look) as looked:
-        succeed(arguments(data, out, max_iters=2, resume="auto"))
+        ran(out, max_iters=2, resume="auto")
     assert looked.called
 
 
-def test_an_out_dir_that_cannot_be_moved_or_locked(data, out):
+def test_an_out_dir_that_cannot_be_moved_or_locked(data, ran, out):
     """A mount point gets one line; a network file system may have no locks."""
     with mock.patch("fcntl.flock", side_effect=OSError(errno.ENOSYS, "No locks")):
-        assert "cannot be locked (No locks)" in succeed(arguments(data, out, max_iters=2)).out
+        assert "cannot be locked (No locks)" in ran(out, max_iters=2).out
     with mock.patch.object(records.os, "rename", side_effect=OSError(errno.EBUSY, "Device or resource busy")):
         refuse(arguments(data, out, max_iters=2), str(out))
 
@@ -391,14 +396,14 @@ def test_an_out_dir_that_cannot_be_moved_or_locked(data, out):
 
 @pytest.mark.parametrize("changes", [{"eval_interval": 0, "final_eval_tokens": 640},
                                      {"eval_interval": 1, "eval_tokens": 100, "checkpoint_interval": 3}])
-def test_evaluations_do_not_change_training(whole, data, out, changes):
-    succeed(arguments(data, out, **changes))
+def test_evaluations_do_not_change_training(whole, ran, out, changes):
+    ran(out, **changes)
     assert_same_training(out, whole)
 
 
-def test_micro_batches_change_the_order_of_additions_alone(whole, data, out):
+def test_micro_batches_change_the_order_of_additions_alone(whole, ran, out):
     """Which AdamW's division makes larger."""
-    succeed(arguments(data, out, micro_batch_size=5))
+    ran(out, micro_batch_size=5)
     np.testing.assert_allclose(losses(out), losses(whole), rtol=2e-5)
     np.testing.assert_allclose(losses(out, "grad_norm"), losses(whole, "grad_norm"), rtol=1e-3)
     assert losses(out)[0] == pytest.approx(losses(whole)[0], rel=1e-6)
@@ -432,89 +437,89 @@ def test_the_validation_loss_is_the_mean_over_its_tokens(data, monkeypatch):
     assert shorter.windows[:, 1].tolist() == [16] * 6 + [4] and shorter.final_windows[:, 1].max() == 16
 
 
-def test_gradients_are_clipped_to_their_norm_unless_it_is_0(data, tmp_path):
+def test_gradients_are_clipped_to_their_norm_unless_it_is_0(ran, tmp_path):
     """The norm in the log is that before."""
     for clip in (0, 1e6, 0.01):
-        succeed(arguments(data, tmp_path / f"{clip}", grad_clip=clip, max_iters=4))
+        ran(tmp_path / f"{clip}", grad_clip=clip, max_iters=4)
     assert losses(tmp_path / "0") == losses(tmp_path / "1000000.0") != losses(tmp_path / "0.01")
     assert losses(tmp_path / "0.01", "grad_norm")[0] == losses(tmp_path / "0", "grad_norm")[0] > 0.1
 
 
-def test_documents_are_packed(whole, data, out, tmp_path):
+def test_documents_are_packed(whole, ran, out, tmp_path):
     """Words are documents here. The start compares the operators on documents too."""
     changes = {"documents": "pack", "end_of_text": 32, "max_iters": 2, "self_check": "on", "recompute": "block"}
-    said = succeed(arguments(data, out, **changes)).out
+    said = ran(out, **changes).out
     assert "documents agree to " in said and losses(out)[0] != losses(whole)[0]
-    succeed(arguments(data, tmp_path / "plain", **{**changes, "recompute": "none", "backend": "torch"}))
+    ran(tmp_path / "plain", **{**changes, "recompute": "none", "backend": "torch"})
     np.testing.assert_allclose(losses(out), losses(tmp_path / "plain"), rtol=1e-4)
 
 
 # --------------------------------------------------------------------------------------------------------------- resume
 
-def test_stopping_and_continuing_changes_nothing(whole, data, out, tmp_path):
+def test_stopping_and_continuing_changes_nothing(whole, ran, out, tmp_path):
     """Of a hybrid with Muon; where a line is of three steps, the stop leaves none of its own."""
     changes = {"pattern": "longhorn,llama", "n_layer": 2, "optimizer": "muon", "log_interval": 3}
-    succeed(arguments(data, tmp_path / "undisturbed", **changes))
-    last = succeed(arguments(data, out, **changes, resume="auto"), LM=stops_at(7)).out.splitlines()[-1]
+    ran(tmp_path / "undisturbed", **changes)
+    last = ran(out, **changes, resume="auto", LM=stops_at(7)).out.splitlines()[-1]
     assert last.startswith("stopped after step 7 of 12") and last.endswith(" --resume=auto")
     assert f"--out_dir={out}" in shlex.split(last) and last.count("--resume=") == 1
     assert saved(out)[1]["step"] == 7 and not (out / "result.json").exists()
-    assert "at step 7" in succeed(arguments(data, out, **changes, resume="auto")).out
+    assert "at step 7" in ran(out, **changes, resume="auto").out
     assert_same_run(out, tmp_path / "undisturbed")
     assert losses(out)[-1] != losses(whole)[-1]
 
 
-def test_stopped_twice_and_from_another_folder(whole, data, tmp_path):
+def test_stopped_twice_and_from_another_folder(whole, ran, tmp_path):
     """A stop in the step of an evaluation, with Slurm's warning, one in the first step after resuming, and a folder
     that was moved."""
     out = tmp_path / "one"
-    assert "stopped after step 5 of 12" in succeed(arguments(data, out), LM=stops_at(5, signal.SIGUSR1)).out
+    assert "stopped after step 5 of 12" in ran(out, LM=stops_at(5, signal.SIGUSR1)).out
     assert 5 in events(out, "eval") and saved(out)[1]["step"] == 5
     out = out.rename(tmp_path / "two")
     (out / "config.json").write_text(json.dumps({"time": "long ago"}))  # all else is written again
-    succeed(arguments(data, out, resume="must"), LM=stops_at(1, signal.SIGINT))
+    ran(out, resume="must", LM=stops_at(1, signal.SIGINT))
     assert record(out, "config")["time"] == "long ago"
     assert saved(out)[1]["step"] == 6
-    succeed(arguments(data, out, resume="must"))
+    ran(out, resume="must")
     assert_same_run(out, whole)
 
 
-def test_what_may_change_when_a_run_continues(whole, data, out, tmp_path):
-    succeed(arguments(data, out, resume="auto"), LM=stops_at(3))  # nothing there yet: auto starts
+def test_what_may_change_when_a_run_continues(whole, data, ran, out, tmp_path):
+    ran(out, resume="auto", LM=stops_at(3))  # nothing there yet: auto starts
     tensors, meta = saved(out)
     meta |= {"best_val_loss": 0.5, "skipped": 2, "seconds": 1000.0}
     checkpoint.save(out / "checkpoint.safetensors", tensors, meta)
     moved = shutil.copytree(data, tmp_path / "moved")
     changes = {"eval_interval": 4, "timeout_minutes": 3.0, "keep_checkpoints": 5, "checkpoint_interval": 6}
-    argv = arguments(moved, out, resume="auto", **changes)
-    assert "eval_interval was 5, is 4" in succeed(argv).out and losses(out) == losses(whole)
+    go_on = functools.partial(ran, out, dataset=moved, resume="auto", **changes)
+    assert "eval_interval was 5, is 4" in go_on().out and losses(out) == losses(whole)
     assert record(out)["best_val_loss"] == 0.5 and record(out)["skipped_steps"] == 2
     assert 1000 < saved(out)[1]["seconds"] <= record(out)["seconds"] < 2000
     left = {p.name: p.read_bytes() for p in out.iterdir()}
-    assert "already finished" in succeed(argv).out
+    assert "already finished" in go_on().out
     assert left == {p.name: p.read_bytes() for p in out.iterdir()}
 
 
-def test_the_best_is_looked_for_anew_over_other_tokens(data, out):
+def test_the_best_is_looked_for_anew_over_other_tokens(ran, out):
     how = {"final_eval_tokens": 320, "eval_tokens": 64}
-    succeed(arguments(data, out, **how), LM=stops_at(7))
+    ran(out, **how, LM=stops_at(7))
     tensors, meta = saved(out)
     checkpoint.save(out / "checkpoint.safetensors", tensors, {**meta, "best_val_loss": 0.1, "best": [0.1, 5]})
-    succeed(arguments(data, out, **{**how, "eval_tokens": 320}, resume="auto"))
+    ran(out, **{**how, "eval_tokens": 320}, resume="auto")
     later = {step: e["val_loss"] for step, e in events(out, "eval").items() if step > 7}
     assert sorted(later) == [10, 12] and record(out)["best_val_loss"] == min(later.values()) > 0.1
     assert checkpoint.load(out / "best.safetensors")[1]["step"] == min(later, key=later.get)
 
 
-def test_the_best_is_the_best_on_the_same_tokens(data, tmp_path):
+def test_the_best_is_the_best_on_the_same_tokens(ran, tmp_path):
     """The last evaluation may be over other tokens, where the loss is another."""
     for name, changes in (("all", {}), ("same", {"final_eval_tokens": 64})):
-        succeed(arguments(data, tmp_path / name, max_iters=6, eval_interval=3, eval_tokens=64, **changes))
+        ran(tmp_path / name, max_iters=6, eval_interval=3, eval_tokens=64, **changes)
     every, same = (record(tmp_path / name) for name in ("all", "same"))
     assert every["best_val_loss"] == pytest.approx(same["best_val_loss"])
     assert same["best_val_loss"] == pytest.approx(same["val_loss"]) != every["val_loss"]
     assert [e["val_tokens"] for e in events(tmp_path / "all", "eval").values()] == [64, 699]
-    succeed(arguments(data, tmp_path / "none", eval_interval=2, checkpoint_interval=3), LM=stops_at(5))
+    ran(tmp_path / "none", eval_interval=2, checkpoint_interval=3, LM=stops_at(5))
     assert not (tmp_path / "none/best.safetensors").exists()  # no checkpoint is of a step that was evaluated
 
 
@@ -525,12 +530,12 @@ def damage(path):
 
 
 @pytest.mark.parametrize("act, words", [(damage, "skipped: {}: damaged"), (Path.unlink, "")])
-def test_a_damaged_checkpoint_is_passed_over(whole, data, out, act, words):
+def test_a_damaged_checkpoint_is_passed_over(whole, ran, out, act, words):
     """The run continues from the one before it, and the rest of the log goes."""
     shutil.copytree(whole, out)
     newest = out / "checkpoint.safetensors"
     act(newest)
-    result = succeed(arguments(data, out, resume="auto"))
+    result = ran(out, resume="auto")
     assert words.format(newest) in result.out
     assert f"continuing from {out / 'checkpoint-10.safetensors'} at step 10" in result.out
     assert_same_run(out, whole)
@@ -539,51 +544,51 @@ def test_a_damaged_checkpoint_is_passed_over(whole, data, out, act, words):
 
 @pytest.mark.parametrize("changes, stop", [({"schedule": "constant"}, 12), ({"schedule": "wsd", "decay_iters": 4}, 7),
                                            ({"schedule": "constant", "warmup_iters": -1, "max_iters": 80}, 1)], ids=str)
-def test_a_run_goes_on_longer(data, out, tmp_path, changes, stop):
+def test_a_run_goes_on_longer(ran, out, tmp_path, changes, stop):
     """Or ends earlier: bit for bit the run that was planned so from the start, with the same warmup."""
     plan = {"warmup_iters": 2, "eval_tokens": 64, **changes}
     longer = {**plan, "max_iters": stop + 4, "resume": "auto"}
-    succeed(arguments(data, tmp_path / "whole", **{**longer, "warmup_iters": 4 if stop == 1 else 2}))
-    succeed(arguments(data, out, **plan), LM=stops_at(stop))
+    ran(tmp_path / "whole", **{**longer, "warmup_iters": 4 if stop == 1 else 2})
+    ran(out, **plan, LM=stops_at(stop))
     assert (out / "result.json").exists() == (stop == plan.get("max_iters", 12))
-    said = succeed(arguments(data, out, **longer), LM=stops_at(2)).out
+    said = ran(out, **longer, LM=stops_at(2)).out
     assert f"max_iters was {plan.get('max_iters', 12)}, is {stop + 4}" in said
     assert not (out / "result.json").exists(), "of the shorter run"
-    succeed(arguments(data, out, **longer))  # the same line again
+    ran(out, **longer)  # the same line again
     assert_same_training(out, tmp_path / "whole")
     assert record(out)["val_loss"] == record(tmp_path / "whole")["val_loss"] and record(out)["steps"] == stop + 4
 
 
-def test_a_branch_is_the_run_from_scratch(trunk, data, tmp_path):
+def test_a_branch_is_the_run_from_scratch(trunk, ran, tmp_path):
     """Bit for bit, weights and log; one that is stopped on its way and ends after its trunk, too."""
     kept = ["best", "checkpoint-10", "checkpoint-4", "checkpoint-8", "checkpoint"]
     assert sorted(p.stem for p in trunk.glob("*.safetensors")) == sorted(kept)
     for step, end in ((4, 5), (10, 16)):
         out, scratch = tmp_path / f"branch{end}", tmp_path / f"scratch{end}"
-        succeed(arguments(data, scratch, **PLAN, max_iters=end))
-        argv = arguments(data, out, **PLAN, max_iters=end, branch=f"{trunk}@{step}", resume="auto")
+        ran(scratch, **PLAN, max_iters=end)
+        go_on = functools.partial(ran, out, **PLAN, max_iters=end, branch=f"{trunk}@{step}", resume="auto")
         if end == 16:
-            assert f"branching from {trunk}/checkpoint-10.safetensors at step 10" in succeed(argv, LM=stops_at(2)).out
-        succeed(argv)
+            assert f"branching from {trunk}/checkpoint-10.safetensors at step 10" in go_on(LM=stops_at(2)).out
+        go_on()
         assert_same_run(out, scratch)
 
 
-def test_steps_that_were_kept_stay_though_they_are_not_named_again(data, out):
+def test_steps_that_were_kept_stay_though_they_are_not_named_again(ran, out):
     plan = {"checkpoint_interval": 2, "keep_checkpoints": 1, "schedule": "constant"}
-    succeed(arguments(data, out, **plan, max_iters=8, keep_steps="2,4"))
+    ran(out, **plan, max_iters=8, keep_steps="2,4")
     for end in 8, 10, 12:
-        succeed(arguments(data, out, **plan, max_iters=end, resume="auto"))
+        ran(out, **plan, max_iters=end, resume="auto")
         kept = {p.stem for p in out.glob("checkpoint-*.safetensors")}
         assert kept == {"checkpoint-2", "checkpoint-4"} and record(out, "config")["config"]["keep_steps"] == "2,4"
 
 
-def test_code_that_changed_while_the_run_was_down(whole, data, out, monkeypatch):
+def test_code_that_changed_while_the_run_was_down(whole, ran, out, monkeypatch):
     """Said when the run continues, and kept in config.json; but for that, nothing changes."""
     versions = lambda: record(out, "config")["code_versions"]
 
     def go_on(code, LM=LM):
         monkeypatch.setattr(records, "code_identity", lambda: {"code": code, "code_files": {}})
-        said = succeed(arguments(data, out, resume="auto"), LM).out.splitlines()
+        said = ran(out, resume="auto", LM=LM).out.splitlines()
         return [line for line in said if "the code was" in line]
 
     assert go_on("a", stops_at(3)) == [] and versions() == ["a"]
@@ -689,9 +694,9 @@ TAKEN = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32}
 BARE = {key: value for key, value in TINY.items() if key not in TAKEN}  # the architecture is the checkpoint's
 
 
-def test_fine_tuning_begins_with_the_old_weights_and_nothing_else(whole, data, out, tmp_path):
+def test_fine_tuning_begins_with_the_old_weights_and_nothing_else(whole, ran, out, tmp_path):
     source = whole / "checkpoint.safetensors"
-    said = succeed(arguments(data, out, STILL, init_from=source)).out
+    said = ran(out, STILL, init_from=source).out
     assert f"weights from {source} (step 12); taken from it: vocab_size=256\n" in said and "continuing" not in said
     assert record(out)["val_loss"] == record(whole)["val_loss"]
     optimizer, = state(out)["optimizers"]
@@ -699,21 +704,21 @@ def test_fine_tuning_begins_with_the_old_weights_and_nothing_else(whole, data, o
     assert list(events(out)) == [1] and saved(out)[1]["config"]["init_from"] == str(source)
     folder, earlier = shutil.copytree(whole, tmp_path / "source"), tmp_path / "earlier"
     damage(folder / "checkpoint.safetensors")
-    said = succeed(arguments(data, earlier, STILL, init_from=folder, eval_block_size=32, block_size=16)).out
+    said = ran(earlier, STILL, init_from=folder, eval_block_size=32, block_size=16).out
     assert f"weights from {folder / 'checkpoint-10.safetensors'} (step 10); taken from it: vocab_size=256; " in said
     assert "; block_size was 32, is 16\n" in said
     assert record(earlier)["val_loss"] == pytest.approx(events(whole, "eval")[10]["val_loss"])
 
 
-def test_fine_tuning_that_is_stopped_continues_from_its_own_checkpoint(whole, data, out, tmp_path):
+def test_fine_tuning_that_is_stopped_continues_from_its_own_checkpoint(whole, ran, out, tmp_path):
     """With the architecture of the old weights, which no setting gives: of its own checkpoint, once there is one."""
     source = shutil.copytree(whole, tmp_path / "source")
-    said = succeed(arguments(data, tmp_path / "undisturbed", BARE, init_from=source)).out
+    said = ran(tmp_path / "undisturbed", BARE, init_from=source).out
     assert "; taken from it: " + ", ".join(f"{key}={value}" for key, value in TAKEN.items()) + ", vocab_size" in said
     assert losses(tmp_path / "undisturbed")[0] < losses(whole)[0] - 0.5
-    succeed(arguments(data, out, BARE, init_from=source, resume="auto"), LM=stops_at(7))
+    ran(out, BARE, init_from=source, resume="auto", LM=stops_at(7))
     shutil.rmtree(source)
-    said = succeed(arguments(data, out, BARE, init_from=source, resume="auto")).out
+    said = ran(out, BARE, init_from=source, resume="auto").out
     assert "at step 7" in said and "weights from" not in said
     assert_same_run(out, tmp_path / "undisturbed")
 
@@ -761,7 +766,7 @@ def test_a_signal_is_answered_while_an_operation_blocks_python(data, out, start,
 
 
 @pytest.mark.parametrize("call, done, buffers", [(8, 2, 0), (9, 3, 0), (2, 0, 0), (8, 3, 1)])
-def test_a_step_is_left_after_the_micro_batch_and_done_again(data, out, tmp_path, call, done, buffers):
+def test_a_step_is_left_after_the_micro_batch_and_done_again(ran, out, tmp_path, call, done, buffers):
     """Three micro-batches per step; the model draws random numbers in each. Nothing is saved of a first step. A model
     with a buffer, which counts them, finishes its step."""
     def noisy(at=None):
@@ -780,22 +785,22 @@ def test_a_step_is_left_after_the_micro_batch_and_done_again(data, out, tmp_path
         return Noisy
 
     small = {"micro_batch_size": 4, "max_iters": 5, "resume": "auto"}
-    succeed(arguments(data, tmp_path / "undisturbed", **small), LM=noisy())
-    said = succeed(arguments(data, out, **small), LM=noisy(call)).out
+    ran(tmp_path / "undisturbed", **small, LM=noisy())
+    said = ran(out, **small, LM=noisy(call)).out
     words = f"stopped after step {done} of 5 and saved {out}/checkpoint.safetensors; continue"
     if not done:
         words = "stopped in the first step, before there was anything to save; continue"
     assert words in said and (out / "checkpoint.safetensors").exists() == (done > 0)
-    succeed(arguments(data, out, **small), LM=noisy())
+    ran(out, **small, LM=noisy())
     assert_same_run(out, tmp_path / "undisturbed")
 
 
 # -------------------------------------------------------------------- what stops a run: numbers, data, memory, settings
 
 @pytest.mark.parametrize("how", ["loss", "gradient"])
-def test_a_step_that_is_not_finite_is_skipped_and_counted(data, out, how):
-    argv = arguments(data, out, checkpoint_interval=1, keep_checkpoints=12, max_bad_steps=3)
-    result = succeed(argv, LM=poisoned({3, 4, 7, 8}, how))
+def test_a_step_that_is_not_finite_is_skipped_and_counted(ran, out, how):
+    changes = {"checkpoint_interval": 1, "keep_checkpoints": 12, "max_bad_steps": 3}
+    result = ran(out, **changes, LM=poisoned({3, 4, 7, 8}, how))
     assert result.out.count("step skipped") == 4 and "step 4: " in result.out and "(2 in a row)" in result.out
     assert record(out)["skipped_steps"] == 4 and math.isfinite(record(out)["val_loss"])
     skipped = events(out, "skipped")
@@ -834,30 +839,30 @@ def test_data_that_change_under_the_run(data, out, tmp_path, change, words):
     assert saved(out)[1]["step"] == 4  # the last good one: before an evaluation, and before a checkpoint
 
 
-def test_large_data_that_changed_while_the_run_was_down(data, out, tmp_path, monkeypatch):
+def test_large_data_that_changed_while_the_run_was_down(data, ran, out, tmp_path, monkeypatch):
     """Content of a large file is not looked at whenever it is opened, but where its size or time is not the
     checkpoint's."""
     monkeypatch.setattr(prepared, "FULL_CHECK_TOKENS", 100)
     folder = shutil.copytree(data, tmp_path / "data")
-    succeed(arguments(folder, out), LM=stops_at(5))
+    ran(out, dataset=folder, LM=stops_at(5))
     (folder / "train.bin").write_bytes(b"a" + (data / "train.bin").read_bytes()[1:])
     refuse(arguments(folder, out, resume="auto"), "train.bin is not the file that meta.json describes")
     shutil.copy(data / "train.bin", folder / "train.bin")  # with a time of its own
     verified = mock.Mock(wraps=prepared.Tokens.verify, side_effect=lambda: None)
     monkeypatch.setattr(prepared.Tokens, "verify", verified)
     for step in 7, 9:
-        succeed(arguments(folder, out, resume="auto"), LM=stops_at(step))
+        ran(out, dataset=folder, resume="auto", LM=stops_at(step))
         assert verified.call_count == 1
 
 
-def test_a_damaged_line_costs_that_line(whole, data, out):
+def test_a_damaged_line_costs_that_line(whole, ran, out):
     """Of the log of a run that continues: all others stay, the old file too, and that is said; a torn last line is
     none of the damage."""
-    succeed(arguments(data, out), LM=stops_at(7))
+    ran(out, LM=stops_at(7))
     lines = (out / "log.jsonl").read_text().splitlines()
     text = "\n".join([*lines[:3], lines[3][:-5], "\0\x1c\u2028" + lines[4], "[1]", *lines[5:], '{"ev'])
     (out / "log.jsonl").write_text(text)
-    said = succeed(arguments(data, out, resume="auto")).out
+    said = ran(out, resume="auto").out
     assert f"3 lines of {out / 'log.jsonl'} are damaged (the first is line 4)" in said
     assert (out / "log-damaged-1.jsonl").read_text() == text
     lost = [json.loads(line) for line in lines[3:5]]
@@ -868,50 +873,49 @@ def test_a_damaged_line_costs_that_line(whole, data, out):
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_another_runs_log_is_seen(whole, trunk, data, out, kept):
+def test_another_runs_log_is_seen(whole, trunk, ran, out, kept):
     """Or none, at the next start, of a finished run too; and it is kept, if the run goes on."""
     shutil.copytree(whole, out)
     (out / "log.jsonl").unlink()
     if kept:
         shutil.copy(trunk / "log.jsonl", out)
     line = f"{out / 'log.jsonl'} is not the log of this checkpoint: up to step 12 lines are another run's, or missing"
-    assert line in (said := succeed(arguments(data, out, resume="auto")).out) and "already finished" in said
+    assert line in (said := ran(out, resume="auto").out) and "already finished" in said
     (out / "result.json").unlink()
-    assert line in succeed(arguments(data, out, resume="auto")).out
+    assert line in ran(out, resume="auto").out
     assert (out / "log-damaged-1.jsonl").exists() == kept
 
 
 @pytest.mark.parametrize("result", ["", "{", "another run's"])
-def test_a_result_that_is_lost_or_not_this_runs_is_made_again(whole, trunk, data, out, result):
+def test_a_result_that_is_lost_or_not_this_runs_is_made_again(whole, trunk, ran, out, result):
     """Without a line in the log."""
     shutil.copytree(whole, out)
     (out / "result.json").unlink()
     if result:
         (out / "result.json").write_text(result if result == "{" else (trunk / "result.json").read_text())
-    said = succeed(arguments(data, out, resume="auto")).out
+    said = ran(out, resume="auto").out
     assert (f"{out / 'result.json'} is damaged, or another run's" in said) == bool(result)
     assert_same_run(out, whole)
 
 
-def test_a_run_killed_before_its_picture_gets_it_at_the_next_start(data, out):
-    argv = arguments(data, out, max_iters=2)
-    succeed(argv, draw_loss=lambda folder: None)
+def test_a_run_killed_before_its_picture_gets_it_at_the_next_start(ran, out):
+    ran(out, max_iters=2, draw_loss=lambda folder: None)
     with mock.patch("os.replace", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         draw_loss(out)
     assert not (out / "loss.png").exists()
-    assert "already finished" in succeed([*argv, "--resume=auto"], draw_loss=draw_loss).out
+    assert "already finished" in ran(out, max_iters=2, resume="auto", draw_loss=draw_loss).out
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_settings_that_may_change_on_resume_are_those_on_the_page(data, out):
+def test_settings_that_may_change_on_resume_are_those_on_the_page(data, ran, out):
     text = (ROOT / "docs/reliability.md").read_text().partition("## Settings that may change on resume\n")[2]
     names = set(re.findall(r"`(\w+)`", text.partition("\n\n")[2].partition("\n\n")[0]))
     assert names == MAY_CHANGE_ON_RESUME
-    succeed(arguments(data, out, max_iters=2))
+    ran(out, max_iters=2)
     other = out.with_name("other")
-    succeed(arguments(data, other, init_from=out), LM=stops_at(2))
+    ran(other, init_from=out, LM=stops_at(2))
     refuse(arguments(data, other, resume="auto"), "another run", f"init_from '{out}' -> ''")
-    said = succeed(arguments(data, other, init_from=out, resume="auto", keep_steps="1,2,3")).out
+    said = ran(other, init_from=out, resume="auto", keep_steps="1,2,3").out
     assert "keep_steps 1: already done, so no checkpoint of it is kept" in said
 
 
@@ -981,10 +985,10 @@ NO_GPU = "--backend=cuda  cuda  GPU"
 
 
 @pytest.fixture(scope="module")
-def trunk(data, tmp_path_factory):
+def trunk(ran, tmp_path_factory):
     """The folder of an undisturbed run of PLAN, with checkpoints to branch from."""
     out = tmp_path_factory.mktemp("trunk") / "run"
-    succeed(arguments(data, out, **PLAN, keep_steps="4,8,10"))
+    ran(out, **PLAN, keep_steps="4,8,10")
     for path in checkpoint.steps(out).values():
         tensors, meta = checkpoint.load(path)
         checkpoint.save(path, tensors, {**meta, "best_val_loss": 0.1, "best": [0.1, 4]})  # over other tokens, say
@@ -992,7 +996,7 @@ def trunk(data, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def places(data, whole, trunk, tmp_path_factory):
+def places(data, ran, whole, trunk, tmp_path_factory):
     """{name: folder} of what REFUSED is about."""
     class Places(dict):
         def __missing__(self, name):
@@ -1025,7 +1029,7 @@ def places(data, whole, trunk, tmp_path_factory):
     for name in ("checkpoint", "best"):
         (root / "junk").mkdir(exist_ok=True)
         (root / "junk" / f"{name}.safetensors").write_bytes(b"junk")
-    succeed(arguments(data, root / "stopped"), LM=stops_at(3))
+    ran(root / "stopped", LM=stops_at(3))
     with lock_run_dir(root / "locked"):
         yield places
 
@@ -1082,35 +1086,34 @@ def test_help_lists_every_key():
         assert len(lines.get(f"--{field.name}", "").split()) > 3, f"--{field.name} is not explained"
 
 
-def test_what_wandb_is_given(data, tmp_path, monkeypatch):
+def test_what_wandb_is_given(ran, tmp_path, monkeypatch):
     """Only where it is wanted: the run under the name that is given, or its folder's, and the losses of the log."""
     wandb = mock.Mock(summary={})
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    argv = lambda name, **how: arguments(data, tmp_path / name, max_iters=4, final_eval_tokens=64, **how)
-    succeed(argv("quiet"))
+    go = lambda name, **how: ran(tmp_path / name, max_iters=4, final_eval_tokens=64, **how)
+    go("quiet")
     assert not wandb.mock_calls
-    succeed(argv("loud", wandb="offline", wandb_project="p", wandb_run_name="mine"))
+    go("loud", wandb="offline", wandb_project="p", wandb_run_name="mine")
     how = wandb.init.call_args.kwargs
     assert (how["name"], how["project"], how["mode"], how["config"]["seed"]) == ("mine", "p", "offline", 1337)
     for step, e in events(tmp_path / "loud").items():
         wandb.log.assert_any_call({key: v for key, v in e.items() if key not in ("event", "step")}, step=step)
     assert wandb.finish.called and wandb.summary == record(tmp_path / "loud")
-    succeed(argv("twice", wandb="offline"), LM=stops_at(3))
-    succeed(argv("twice", wandb="offline", resume="auto"))
-    succeed(argv("branch", wandb="offline", branch=f"{tmp_path / 'twice'}@4"))
+    go("twice", wandb="offline", LM=stops_at(3))
+    go("twice", wandb="offline", resume="auto")
+    go("branch", wandb="offline", branch=f"{tmp_path / 'twice'}@4")
     assert wandb.init.call_args.kwargs["name"] == "branch"
     other, first, again, branch = (call.kwargs for call in wandb.init.call_args_list)
     assert first["id"] == again["id"] != other["id"] and again["resume"] == "allow"
     assert branch["id"] != first["id"]
 
 
-def test_eval_only_says_the_loss_of_the_weights_and_touches_nothing(whole, data, out):
+def test_eval_only_says_the_loss_of_the_weights_and_touches_nothing(whole, data, ran, out):
     """Of this run's last checkpoint, or of those that init_from names."""
     result = record(whole)
     content = sorted(path.name for path in whole.iterdir())
-    for argv in (arguments(data, whole, BARE, eval_only="true"),
-                 arguments(data, out, eval_only="true", init_from=whole)):
-        origin, line = succeed(argv).out.splitlines()
+    for said in (ran(whole, BARE, eval_only="true"), ran(out, eval_only="true", init_from=whole)):
+        origin, line = said.out.splitlines()
         assert origin.startswith(f"weights from {whole / 'checkpoint.safetensors'} (step 12); taken from it: ")
         assert line == (f"val_loss {result['val_loss']:.4f}  val_tokens {result['val_tokens']}  "
                         f"val_bits_per_byte {result['val_bits_per_byte']:.4f}")
