@@ -64,9 +64,11 @@ def compiled_for_any_rows(function):
 
 
 def allow_graphs(most):
-    """Let torch.compile make up to `most` graphs of one function. At its own limit of 8 it goes on without compiling,
-    and layers of all families are one function, Layer.forward, which also sees short batches and evaluation."""
+    """Let torch.compile make up to `most` graphs of one function, each of them whole. At its own limit of 8 it goes on
+    without compiling, and layers of all families are one function, Layer.forward, which also sees short batches and
+    evaluation. Within a DistributedDataParallel it would cut each layer where a bucket of 25 MB ends."""
     torch._dynamo.config.recompile_limit = max(most, torch._dynamo.config.recompile_limit)
+    torch._dynamo.config.optimize_ddp = False
 
 
 def transformed():

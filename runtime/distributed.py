@@ -29,7 +29,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from common.errors import ConfigError, env_int, main_error
@@ -209,22 +208,18 @@ def prepare_layers(model, config):
 
 
 def shard(model, config, device):
-    """Apply FSDP2's fully_shard: each layer's linear maps are one group, everything else belongs to the root.
+    """Apply FSDP2's fully_shard: each layer is gathered whole and in float32, everything else belongs to the root.
 
-    With dtype bfloat16 the linear maps are gathered in it, since autocast would round them anyway; gradients are
-    reduced in float32. The rest, such as a scan's own parameters and the embedding, stays in float32. Raises
-    ConfigError for a model or a number of processes that cannot be sharded.
+    A layer's hooks stand around its forward, which torch.compile then makes one graph of; hooks around each linear map,
+    to gather those alone in bfloat16, would cut it into seven. Rounding all of a layer would change a scan's own
+    parameters. Raises ConfigError for a model or a number of processes that cannot be sharded.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
-    dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
     mesh, layers = open_mesh(config, device), getattr(model, "layers", [])
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     try:
-        for i, layer in enumerate(layers):
-            maps = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-            if maps:  # keep the last layer gathered: the backward needs it first
-                fully_shard(maps, mesh=mesh, mp_policy=policy, reshard_after_forward=i + 1 < len(layers))
+        for i, layer in enumerate(layers):  # keep the last layer gathered: the backward needs it first
+            fully_shard(layer, mesh=mesh, reshard_after_forward=i + 1 < len(layers))
         fully_shard(model, mesh=mesh)
     except ValueError as error:
         raise ConfigError(f"parallel={config.parallel}: this model cannot be sharded ({first_line(error)}): change "

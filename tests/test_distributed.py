@@ -68,6 +68,30 @@ def test_processes_train_as_one(launch, one, data, out, world, changes, same):
         n: t.shape for n, t in b.items()}
 
 
+def counts_graphs(argv):
+    """A run whose layers are compiled by a backend that only counts; DistributedDataParallel sends at once what it
+    can."""
+    graphs, compiler = [], torch.compile
+    count = lambda graph, _: graphs.append(graph) or graph.forward
+    with (mock.patch("torch.compile", lambda f: compiler(f, backend=count)),
+          mock.patch("torch.distributed._DEFAULT_FIRST_BUCKET_BYTES", 1),
+          mock.patch("torch.nn.parallel.DistributedDataParallel",
+                     functools.partial(torch.nn.parallel.DistributedDataParallel, bucket_cap_mb=1e-3))):
+        train.main(argv)
+    print("graphs", len(graphs), flush=True)
+    distributed.leave()
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_compiled_layer_is_one_graph_on_several_processes(launch, data, out, parallel):
+    """One when it trains, one when it is evaluated. The losses are those without torch.compile, to the bit."""
+    how = {"parallel": parallel, "micro_batch_size": 6, "max_iters": 2, "eval_interval": 0, "final_eval_tokens": 64}
+    launch(arguments(data, out.with_name("eager"), MIXED, **how), 2).succeed()
+    said = launch(arguments(data, out, MIXED, compile=True, **how), 2, main=counts_graphs).succeed().said()
+    assert "graphs 6\n" in said, said
+    assert losses(out) == losses(out.with_name("eager"))
+
+
 def last_rank_stops(rank):
     return stops_at(2) if rank else LM
 
