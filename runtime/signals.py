@@ -35,7 +35,8 @@ class Signals:
         signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
         self.before = {number: signal.signal(number, self.request)
                        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-        threading.Thread(target=self.listen, args=(reader,), daemon=True).start()
+        self.thread = threading.Thread(target=self.listen, args=(reader,), daemon=True)
+        self.thread.start()
         return self
 
     def request(self, *_):
@@ -74,6 +75,8 @@ class Signals:
                 signal.signal(number, handler)
             signal.set_wakeup_fd(-1)
             os.close(self.writer)  # ends the thread
+            if self.requested:
+                self.thread.join()  # a run of fast steps ends before the thread has answered
 
 
 def write(line):

@@ -766,7 +766,7 @@ def test_a_signal_is_answered_while_an_operation_blocks_python(data, out, start,
 
 
 @pytest.mark.parametrize("call, done, buffers", [(8, 2, 0), (9, 3, 0), (2, 0, 0), (8, 3, 1)])
-def test_a_step_is_left_after_the_micro_batch_and_done_again(ran, out, tmp_path, call, done, buffers):
+def test_a_step_is_left_after_the_micro_batch_and_done_again(ran, out, tmp_path, capfd, call, done, buffers):
     """Three micro-batches per step; the model draws random numbers in each. Nothing is saved of a first step. A model
     with a buffer, which counts them, finishes its step."""
     def noisy(at=None):
@@ -787,6 +787,7 @@ def test_a_step_is_left_after_the_micro_batch_and_done_again(ran, out, tmp_path,
     small = {"micro_batch_size": 4, "max_iters": 5, "resume": "auto"}
     ran(tmp_path / "undisturbed", **small, LM=noisy())
     said = ran(out, **small, LM=noisy(call)).out
+    assert capfd.readouterr().err.count("SIGTERM: the run stops after this micro-batch") == 1
     words = f"stopped after step {done} of 5 and saved {out}/checkpoint.safetensors; continue"
     if not done:
         words = "stopped in the first step, before there was anything to save; continue"
