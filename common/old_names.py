@@ -73,7 +73,7 @@ SAMPLE = {
     "init_from=gpt2*": PRETRAINED + " as out_dir",
     "init_from": "out_dir",
     "device=mps*": "device=cpu",
-    "start=FILE:*": "give --prompt=@FILE",
+    "start=FILE:*": "give --prompt=@ and the file's name",
     "start": "prompt",
     "dtype": NONE,
     "compile": NONE,

@@ -265,7 +265,7 @@ class Initial:
         with fitting(origin):
             step = self.meta["step"] + 0  # a TypeError unless it is a number
             if wrong := misfit(self.weights, model):
-                back = ["leave these settings out, to take them from it"] if self.changed else []
+                back = ["leave these settings out, of config files too, to take them from it"] if self.changed else []
                 raise ConfigError("; ".join([f"{origin}: its weights do not fit this model: {wrong}", *self.changed,
                                              *back]))
             model.load_state_dict(self.weights)

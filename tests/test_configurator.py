@@ -208,7 +208,7 @@ train.py --dtype=float16      type --dtype=bfloat16
 train.py --num_steps=9        type --max_iters=9
 train.py --d_model=64         type --n_embd=64
 sample.py --start=Once        type --prompt=Once
-sample.py --start=FILE:a.txt  give --prompt=@FILE
+sample.py --start=FILE:a.txt  give --prompt=@ and the file's name
 sample.py --init_from=gpt2    export.py
 sample.py --dtype=float16     has no counterpart
 """
