@@ -341,6 +341,13 @@ def test_the_rate_of_a_width_is_on_the_line_through_three():
     assert sweep.rate_by_width({64: 5e-3, 128: 3e-3}, 96) == pytest.approx(4e-3)
 
 
+def test_the_first_rates_are_a_factor_of_2_apart():
+    """Around .36 / width at the smallest size, .5 / width on a GPU, rounded to three digits."""
+    duel, gpu = sweep.PRESETS["duel"], sweep.PRESETS["law_gpu"]
+    assert sweep.first_rates(4, duel.rate_times_width / 128) == [9.94e-4, 1.99e-3, 3.98e-3, 7.95e-3]
+    assert sweep.first_rates(3, gpu.rate_times_width / 256) == [9.77e-4, 1.95e-3, 3.91e-3]
+
+
 def test_the_numbers_of_a_plan_at_budgets_that_do_not_divide(capsys):
     """333 and 101 steps of 1,024 tokens: a fifth is the decay, a branch is trained from where it leaves its trunk."""
     preset = chosen("duel", "longhorn", "mamba", "--sizes=460K", "--steps=333", "--budgets=101", "--seeds=1")

@@ -243,7 +243,7 @@ def test_what_the_log_has(whole):
     assert losses(whole, "seconds") == sorted(losses(whole, "seconds"))
 
 
-def test_the_said_a_finished_run(whole):
+def test_the_result_of_a_finished_run(whole):
     result, config = record(whole), record(whole, "config")
     assert result["val_loss"] == events(whole, "eval")[12]["val_loss"] and result["val_tokens"] == 699
     assert result["val_bits_per_byte"] == pytest.approx(result["val_loss"] / math.log(2))
