@@ -125,17 +125,12 @@ def load(config_class, argv, prog=None):
     reader = Reader(config_class, argv)
     config_files = []
     for argument in argv:
-        if argument.endswith(".py") and not argument.startswith("--"):
+        if not argument.startswith("--") and argument != "-h":
             config_files.append(argument)
             reader.read_file(argument)
-        elif reader.help_asked:
-            continue
-        elif argument.startswith("--"):
+        elif not reader.help_asked:
             key, equals, text = argument[2:].partition("=")
             reader.read_key(key, [text] if equals else [])
-        else:
-            raise ConfigError(f"unexpected argument {argument!r}: give config files (*.py) and --key=value; "
-                              "--help lists all keys")
     about = "Read left to right, the later one wins; a config file is Python that assigns to the same keys."
     return reader.finish(f"{prog or os.path.basename(sys.argv[0])} [config.py ...]", about, config_files=config_files)
 
@@ -244,6 +239,12 @@ class Reader:
 
     def read_file(self, path):
         """Set what a config file assigns, helpers left out."""
+        row = old_names.row_of(self, "config", path.removesuffix(".py"))
+        if row and not os.path.exists(path):
+            raise ConfigError(f"{path}: {row}")
+        if not path.endswith(".py"):
+            near = _near(path) or ": give config files (*.py) and --key=value; --help lists all keys"
+            raise ConfigError(f"unexpected argument {path!r}{near}")
         assigned = _run_file(path, self.values)
         program = getattr(self.config_class, "PROGRAMS", {}).get(str(assigned.get("task")))
         if program:
@@ -276,13 +277,11 @@ class Reader:
 
 def _run_file(path, values):
     """{name: value} of everything that a config file assigns, except helpers."""
-    folder, name = os.path.split(path)
+    folder = os.path.dirname(path)
     try:
         source = regular(path).read_bytes()
     except (OSError, ValueError) as error:
-        there = [file.name for file in Path(folder).glob("*.py")]
-        near = old_names.nearest(name, there, os.path.join(folder, ""))
-        raise ConfigError(f"{path}: {getattr(error, 'strerror', error)}{near}") from error
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', error)}{_near(path)}") from error
     # The current values are built-in names for the file, so that `names` holds only what the file itself assigns.
     known = vars(builtins) | values
     names = {"__builtins__": known, "__name__": "config", "__file__": path}
@@ -299,6 +298,14 @@ def _run_file(path, values):
         if key in values or not is_helper:
             assigned[key] = value
     return assigned
+
+
+def _near(path):
+    """A guess at which config file was meant: of the same folder or, if there is none, of config/."""
+    folder, name = os.path.split(path.removesuffix(".py"))
+    if not os.path.isdir(folder):
+        folder = "config"
+    return old_names.nearest(name, [file.stem for file in Path(folder).glob("*.py")], f"{folder}/", ".py")
 
 
 def _place(path, error):

@@ -44,6 +44,10 @@ SAME = {  # row: the names that have it
     NONE: "dropout bias num_workers",
 }
 TRAIN = {
+    "config=*train_gpt2": "type config/llama_120m.py, of GPT-2's size and data, or config/longhorn_120m.py",
+    "config=*finetune_*": "type --init_from=RUN, after the run's own config file, and --dataset=FOLDER",
+    "config=*eval_gpt2*": "type --init_from=RUN --eval_only; GPT-2's weights cannot be imported",
+    "config=*.*": "give the config file alone, without --config=",
     "init_from=scratch": "leave it out: a run starts from scratch",
     "init_from=resume": "resume=must",
     "init_from=gpt2*": PRETRAINED,
@@ -101,10 +105,10 @@ def row_by_text(config_class, is_known, text):
     return None
 
 
-def nearest(word, words, prefix=""):
+def nearest(word, words, prefix="", suffix=""):
     """A guess at what was meant, if it is spelled nearly so."""
     near = difflib.get_close_matches(word, words, n=1, cutoff=0.85)
-    return f": did you mean '{prefix}{near[0]}'?" if near else ""
+    return f": did you mean '{prefix}{near[0]}{suffix}'?" if near else ""
 
 
 def check(reader):

@@ -112,6 +112,8 @@ MISTAKES = [  # an argument, or what a config file says; how the line begins, {}
     ("--out_dir=\udcff", "--out_dir=\udcff: expected a string of UTF-8"),  # as Python reads the byte ff
     ("--model=lama", "--model=lama: expected one of longhorn, llama: did you mean 'llama'?"),
     ("--n_layer=0", "n_layer 0 is below 1: choose a positive number"),
+    ("config/longhorn_120m", "unexpected argument 'config/longhorn_120m': did you mean 'config/longhorn_120m.py'?"),
+    ("longhron_120m.py", "longhron_120m.py: No such file or directory: did you mean 'config/longhorn_120m.py'?"),
     ("batch", "unexpected argument 'batch': give config files (*.py) and --key=value; --help lists all keys"),
     ("config/longhron_120m.py",
      "config/longhron_120m.py: No such file or directory: did you mean 'config/longhorn_120m.py'?"),
@@ -207,11 +209,26 @@ train.py --backend=nccl       leave it out
 train.py --dtype=float16      type --dtype=bfloat16
 train.py --num_steps=9        type --max_iters=9
 train.py --d_model=64         type --n_embd=64
+train.py --config=config/a.py   give the config file alone
 sample.py --start=Once        type --prompt=Once
 sample.py --start=FILE:a.txt  give --prompt=@ and the file's name
 sample.py --init_from=gpt2    export.py
 sample.py --dtype=float16     has no counterpart
 """
+
+
+# A config file of nanoGPT, and words of the answer here.
+FILES = """
+config/train_gpt2.py             type config/llama_120m.py
+config/train_gpt2                type config/llama_120m.py
+config/finetune_shakespeare.py   type --init_from=RUN
+config/eval_gpt2_xl.py           type --init_from=RUN --eval_only
+"""
+
+
+@pytest.mark.parametrize("path, words", helpers.table(FILES))
+def test_a_config_file_of_nanogpt_is_answered_with_what_to_type(path, words):
+    assert words in answers(TrainConfig, [path])[0]
 
 
 def test_old_names_are_answered_all_at_once():
