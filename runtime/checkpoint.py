@@ -119,12 +119,20 @@ def load(path, prefix=""):
             if not wrong:
                 return tensors, meta
     except OSError as error:
-        hint = ": no checkpoint was saved here" if isinstance(error, FileNotFoundError) else ""
+        hint = f": {none_here(Path(path).parent)}" if isinstance(error, FileNotFoundError) else ""
         raise CheckpointError(f"{path}: {error.strerror or error}{hint}") from error
     except (safetensors.SafetensorError, *MALFORMED) as error:
         raise CheckpointError(f"{path}: cut short, damaged, or not a checkpoint of this project (a pickle of "
                               "torch.save could run code and is never opened)") from error
     raise CheckpointError(f"{path}: {wrong}")
+
+
+def none_here(place):
+    """Words for a place without a checkpoint, with the newest runs beside it and in out/ that do have one."""
+    there = [path for folder in (place.parent, Path("out")) for path in folder.glob(f"*/{NEWEST}") if path.is_file()]
+    newest = sorted({path.resolve(): path for path in there}.values(), key=os.path.getmtime, reverse=True)
+    runs = ", ".join(str(path.parent) for path in newest[:3])
+    return "no checkpoint was saved here" + (f" (the newest are in {runs})" if runs else "")
 
 
 def former_setting(meta):
@@ -246,7 +254,7 @@ class Initial:
             other = DOWNLOAD
             if place.is_dir():
                 other = "a model in Hugging Face's format is imported: " + IMPORT
-            raise ConfigError(f"{place}: no checkpoint was saved here: give a run's folder; {other.format(place)}")
+            raise ConfigError(f"{place}: {none_here(place)}: give a run's folder; {other.format(place)}")
         if not self.config.eval_only and paths[0].parent.resolve() == Path(self.config.out_dir).resolve():
             raise ConfigError(f"init_from={place} is in out_dir, where this run's checkpoints go: choose another "
                               "out_dir")

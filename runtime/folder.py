@@ -93,7 +93,8 @@ class Folder:
 
     def __enter__(self):
         if self.config.resume == "must" and not checkpoint.candidates(self.out):
-            raise ConfigError(f"resume=must: there is no {self.out / checkpoint.NEWEST}; start with --resume=auto")
+            raise ConfigError(f"resume=must: {self.out / checkpoint.NEWEST}: {checkpoint.none_here(self.out)}; start "
+                              "with --resume=auto")
         if self.is_main:
             wait = min(LOCK_SECONDS, 30 * self.config.timeout_minutes)
             with writing_to(self.out):

@@ -219,6 +219,16 @@ def test_what_is_no_checkpoint_is_one_line_and_is_passed_over(tmp_path):
     assert "not a regular file" in refusal(tmp_path)
 
 
+def test_where_no_checkpoint_is_the_newest_elsewhere_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for time, run in enumerate(("out/a", "c", "out/b", "out/d")):
+        Path(run).mkdir(parents=True)
+        Path(run, checkpoint.NEWEST).touch()
+        os.utime(Path(run, checkpoint.NEWEST), (0, time))
+    assert "was saved here (the newest are in out/d, out/b, out/a)" in refusal(Path("out/none") / checkpoint.NEWEST)
+    assert "(the newest are in out/d, out/b, c)" in refusal(Path("none") / checkpoint.NEWEST)
+
+
 def test_the_traps_were_armed(tmp_path):
     """What is refused above would run, or be read, if somebody opened it."""
     pickle.loads(pickle.dumps(Malice(tmp_path / "ran")))
