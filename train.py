@@ -53,7 +53,7 @@ from runtime.telemetry import Telemetry, in_words
 @dataclass
 class TrainConfig(ModelConfig):
     # --- run
-    out_dir: str = ""  # folder for the records; empty: out/<name of the last config file>
+    out_dir: str = ""  # folder for the records; empty: out/<name of the last config file>, or out/<init_from>_tuned
     resume: Literal["never", "auto", "must"] = "never"  # from the checkpoint in out_dir; auto: if any; must: or stop
     branch: str = ""  # RUN@STEP: start from that run's state after STEP, with another max_iters; see keep_steps
     init_from: str = ""  # a run's folder or a checkpoint: start from its weights (fine-tuning), with its architecture
@@ -301,11 +301,21 @@ def build_model(config, device):
         raise ConfigError(error) from None
 
 
+def run_name(config):
+    """What a run without an out_dir is called."""
+    if config.config_files:
+        return Path(config.config_files[-1]).stem
+    if config.init_from:
+        origin = Path(config.init_from).resolve()
+        return f"{origin.parent.name if origin.is_file() else origin.name}_tuned"
+    return config.model
+
+
 def main(argv):
     config = configurator.load(TrainConfig, argv)
     check(config)
     if not config.out_dir:
-        config.out_dir = f"out/{Path(config.config_files[-1]).stem if config.config_files else config.model}"
+        config.out_dir = f"out/{run_name(config)}"
     device = distributed.open_device(config)
     initial = checkpoint.Initial(config, dataclasses.fields(ModelConfig))  # fills in its model's settings
     data = open_data(config, device)
