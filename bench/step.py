@@ -331,8 +331,6 @@ def start(options_class, argv, doc, benchmark, *more):
     and shape. Raises ConfigError."""
     args = configurator.read(options_class, argv, doc)
     for name, value in (SHAPE | (SIZES[args.size] | PAPER if args.size else {})).items():
-        if args.save and not args.out and name in args.overrides:
-            raise ConfigError(f"--save with --{name}: results/ is for the named sizes only; choose a file with --out")
         if getattr(args, name) is None:
             setattr(args, name, value)
     if "all" in args.families:

@@ -603,8 +603,6 @@ class Options:
 
 def main(argv):
     args, began = configurator.read(Options, argv, __doc__), time.perf_counter()
-    if args.save and args.add and not args.out:
-        raise ConfigError("--save with --add: results/ is only for the families in this file; choose a file with --out")
     out = record_file(args, "online_learning")
     torch.set_num_threads(1)  # the states are small: more threads would only wait for each other
     rows = UPDATES + [read_update(path) for path in args.add]

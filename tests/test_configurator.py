@@ -366,7 +366,6 @@ bench/ops.py                                     give the function: what to run,
 bench/ops.py lost                                function lost: expected one of
 bench/step.py --families=llama,rnn               --families=rnn: expected one of all, longhorn, mamba
 bench/step.py --size=1B                          expected one of 120M, 350M
-bench/step.py --save --n_embd 64                 --save with --n_embd: results/ is for the named sizes only
 bench/generate.py --contexts=1K                  --contexts=1K: expected a whole number
 bench/generate.py --contexts=64,0                contexts 0 must be at least 1
 bench/generate.py --new-tokens=0                 new_tokens 0 must be at least 1
@@ -396,7 +395,6 @@ experiments/vision/sweep.py run --config=imagenet   expected one of digits, cifa
 experiments/edit.py --minutes=nan                --minutes=nan: expected a finite number
 experiments/objectives.py --seed=-1              seed -1 must be at least 0
 experiments/objectives.py --add=none.py          none.py: No such file or directory
-experiments/objectives.py --add a.py --save      --save with --add: results/ is only for
 experiments/objectives.py --out=a.png            --out=a.png: name a .json file
 experiments/recall/cell.py --epochs=0            epochs 0 must be at least 1
 experiments/recall/cell.py --max_iters=-1        max_iters -1 must be at least 0
