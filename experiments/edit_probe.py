@@ -56,8 +56,7 @@ def files():
     for name in names:
         if name.endswith(".py"):
             late.load_file(name)
-    native = [*records.NATIVE_SOURCES, *Path("kernels").glob("*.h")]
-    return names | inside(module.__file__ for module in late.modules.values()) | inside(native)
+    return names | inside(module.__file__ for module in late.modules.values()) | inside(records.NATIVE_SOURCES)
 
 
 def inside(paths):

@@ -118,6 +118,10 @@ class Folder:
                 f"out of memory with a micro-batch of {size} x {block_size} tokens: {way_out}"
             ) from None
 
+    @property
+    def settings(self):
+        return dataclasses.asdict(self.config)
+
     # ------------------------------------------------------------------------------------------------------ resuming
 
     def resume(self, optimizers, schedule, counts):
@@ -127,7 +131,6 @@ class Folder:
         """
         config = self.config
         self.optimizers = optimizers
-        self.settings = dataclasses.asdict(config)
         self.kept_steps = numbers_in(config.keep_steps)
         self.manager = checkpoint.CheckpointManager(self.out, config.keep_checkpoints, self.kept_steps)
         found = Found(self.progress, self.derived(counts))
@@ -155,8 +158,9 @@ class Folder:
 
     def restore_first(self, checkpoints, schedule):
         """Restore the run's newest intact checkpoint, or the trunk's: (its path, its meta, lines for the screen)."""
-        trunk = None if self.continues else branch_point(self.config, self.out)
-        path, tensors, meta, damaged = checkpoint.load_first(checkpoints if self.continues else [trunk])
+        if not self.continues:
+            checkpoints = [branch_point(self.config, self.out)]
+        path, tensors, meta, damaged = checkpoint.load_first(checkpoints)
         with checkpoint.fitting(path):
             if self.continues:
                 self.keep_more_steps(numbers_in(meta["config"].get("keep_steps", "")))
@@ -170,26 +174,23 @@ class Folder:
         how = "continuing" if self.continues else "branching"
         notes = [f"skipped: {line}" for line in damaged]
         notes.append("; ".join([f"{how} from {path} at step {meta['step']}", *changes]))
-        there = checkpoint.steps(self.out)
-        late = [str(step) for step in sorted(self.kept_steps) if step <= meta["step"] and step not in there]
-        if late:
-            notes.append(f"keep_steps {', '.join(late)}: already done, so no checkpoint of it is kept")
         return path, meta, notes
 
     def keep_more_steps(self, steps):
         """What was kept on purpose stays, also if keep_steps is not given again."""
         self.kept_steps |= steps
-        self.config.keep_steps = self.settings["keep_steps"] = ",".join(map(str, sorted(self.kept_steps)))
+        self.config.keep_steps = ",".join(map(str, sorted(self.kept_steps)))
 
     def compare(self, path, meta, schedule):
         """A phrase per changed setting. Raises ConfigError if this run cannot continue from the checkpoint."""
         config, step = self.config, meta["step"] + 0
         before = {f.name: meta["config"].get(f.name, f.default) for f in dataclasses.fields(config)}
         self.keep_warmup(before)
-        changed = [key for key in before if before[key] != self.settings[key]]
+        now = self.settings
+        changed = [key for key in before if before[key] != now[key]]
         serious = [key for key in changed if key not in MAY_CHANGE_ON_RESUME]
         if serious:
-            words = ", ".join(f"{key} {before[key]!r} -> {self.settings[key]!r}" for key in serious)
+            words = ", ".join(f"{key} {before[key]!r} -> {now[key]!r}" for key in serious)
             raise ConfigError(f"{path} belongs to another run: {words}; undo this, or choose another out_dir")
         old = dataclasses.replace(config, max_iters=before["max_iters"])
         longer = old.max_iters != config.max_iters
@@ -204,7 +205,7 @@ class Folder:
                 f"this run was trained on different data (its sha256 differs from {path}): prepare it as before, or "
                 "choose another out_dir"
             )
-        return [f"{key} was {before[key]!r}, is {self.settings[key]!r}" for key in changed]
+        return [f"{key} was {before[key]!r}, is {now[key]!r}" for key in changed]
 
     def keep_warmup(self, before):
         """A run that is extended keeps its warmup, 5% of the first max_iters, where none is given."""
@@ -213,7 +214,7 @@ class Folder:
             return
         if before["warmup_iters"] < 0 and before["max_iters"] != config.max_iters:
             before["warmup_iters"] = round(0.05 * before["max_iters"])
-        config.warmup_iters = self.settings["warmup_iters"] = before["warmup_iters"]
+        config.warmup_iters = before["warmup_iters"]
 
     def restore(self, path, tensors, meta):
         """Restore what `save` wrote, in this run or in a branch's trunk."""

@@ -19,15 +19,14 @@ from runtime.records import read_log  # noqa: E402
 
 
 def draw_loss(folder):
-    """Plot training and validation loss in nats per token (or per image, with validation accuracy) against tokens, to
-    folder/loss.png. Returns its path, or None if there is nothing to plot yet."""
+    """Plot training and validation loss in nats against tokens, to folder/loss.png. Returns its path, or
+    None if there is nothing to plot yet."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     train, val = points(folder, "train", "train_loss"), points(folder, "eval", "val_loss")
-    accuracy = points(folder, "eval", "val_accuracy")
     losses = np.append(train[:, 1], val[:, 1])
     if not len(losses):
         return None
@@ -42,13 +41,9 @@ def draw_loss(folder):
     if len(losses) > 20:  # cut off the first steps, which would flatten everything else
         axes.set_ylim(losses.min() - 0.1, min(losses.max(), np.quantile(losses, 0.95) + 0.5))
     title = Path(folder).name.replace("$", r"\$")  # $ starts a formula
-    axes.set(xlabel="tokens", ylabel=f"loss (nats per {'image' if len(accuracy) else 'token'})", title=title)
+    axes.set(xlabel="tokens", ylabel="loss (nats)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    if len(accuracy):
-        beside = axes.twinx()
-        beside.plot(*accuracy.T, "s--", ms=3, lw=1, color="tab:green")
-        beside.set_ylabel(f"validation accuracy, {accuracy[-1, 1]:.1%} at last", color="tab:green")
     path = Path(folder) / "loss.png"
     save_figure(figure, path, bbox_inches="tight")
     return path

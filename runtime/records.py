@@ -40,7 +40,9 @@ NO_TRACE = ("runtime/loss_curve.py", "tests/", "tools/", "bench/", "sample.py", 
             "experiments/pages.py", "experiments/sweeps/", "experiments/recall/mqar.py", "experiments/recall/report.py",
             "experiments/vision/sweep.py", "experiments/vision/report.py",
             "experiments/extrapolation.py", "experiments/extrapolation_report.py", "experiments/objectives.py")
-NATIVE_SOURCES = ("longhorn_scan.cu", "kernels/conv_norm.cu", "kernels/lanes.h")
+ROOT = Path(__file__).resolve().parents[1]
+HEADERS = sorted(f"kernels/{path.name}" for path in (ROOT / "kernels").glob("*.h"))
+NATIVE_SOURCES = ("longhorn_scan.cu", "kernels/conv_norm.cu", *HEADERS)
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
 files_at_start = {}  # code_files when `distributed.launch` began, right after the imports
 
@@ -219,7 +221,6 @@ class Log:
 def loaded_files():
     """Paths, relative to the repository's root, of its files that this process has imported: as they are named and, of
     a link, the target too. None of installed packages."""
-    root = Path(__file__).resolve().parents[1]
     found = set()
     for module in list(sys.modules.values()):
         # plain getattr() would import what a lazy module stands for, such as all of transformers
@@ -227,7 +228,7 @@ def loaded_files():
         if not file.endswith(".py") or "site-packages" in file or file.startswith(STANDARD_LIBRARY):
             continue
         for path in (os.path.abspath(file), os.path.realpath(file)):
-            name = os.path.relpath(path, root)
+            name = os.path.relpath(path, ROOT)
             if name[0] != ".":  # neither outside nor hidden
                 found.add(name)
     return found
@@ -240,12 +241,10 @@ def code_identity():
     the native sources, except NO_TRACE and empty files. An edited README or plot, or another commit with the same
     sources, keeps the identity; an edited mixer changes it.
     """
-    root = Path(__file__).resolve().parents[1]
-    headers = (f"kernels/{path.name}" for path in (root / "kernels").glob("*.h"))
     files = {}
-    for name in sorted(loaded_files().union(NATIVE_SOURCES, headers)):
-        if not name.startswith(NO_TRACE) and (root / name).exists():  # PyTorch names some that do not
-            content = (root / name).read_bytes()
+    for name in sorted(loaded_files().union(NATIVE_SOURCES)):
+        if not name.startswith(NO_TRACE) and (ROOT / name).exists():  # PyTorch names some that do not
+            content = (ROOT / name).read_bytes()
             if content:
                 files[name] = hashlib.sha256(content).hexdigest()[:12]
     code = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:10]
@@ -260,10 +259,8 @@ def changed_files(before, now):
 def code_version():
     """{"commit": of this checkout, "uncommitted_changes"}; None if git does not know. $LONGHORN_COMMIT names the commit
     of a copy without .git. Changes in results/, where measurements are written, do not count."""
-    folder = Path(__file__).resolve().parents[1]
-
     def git(*args):
-        run = subprocess.run(["git", "-C", str(folder), *args], capture_output=True, text=True)
+        run = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True)
         return run.stdout.strip() if run.returncode == 0 else None
 
     try:

@@ -182,7 +182,7 @@ def test_the_commit_and_whether_there_are_changes(tmp_path, monkeypatch):
     for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "LONGHORN_COMMIT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))  # whatever lies above
-    monkeypatch.setattr(records, "__file__", str(tmp_path / "runtime/records.py"))
+    monkeypatch.setattr(records, "ROOT", tmp_path)
     assert code_version() == {"commit": None, "uncommitted_changes": None}
     monkeypatch.setenv("LONGHORN_COMMIT", "abc")  # of a copy without .git
     assert code_version() == {"commit": "abc", "uncommitted_changes": None}

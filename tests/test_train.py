@@ -615,8 +615,8 @@ def test_the_identity_of_the_code(tmp_path, monkeypatch):
     apart = ["README.md", ".venv/torch.py", "venv/lib/site-packages/torch.py", "sample.py", "runtime/loss_curve.py",
              "evaluation/tasks.py", "bench/scan.py", "experiments/recall/report.py", "experiments/vision/report.py"]
     inside = ["train.py", "my_loss.py", "mine/loss.py", "experiments/vision/classify.py", "experiments/recall/cell.py",
-              "data/loader.py", "longhorn_scan.cu", "kernels/mine.h"]
-    monkeypatch.setattr(records, "__file__", str(tmp_path / "runtime/records.py"))
+              "data/loader.py", "longhorn_scan.cu", "kernels/lanes.h"]
+    monkeypatch.setattr(records, "ROOT", tmp_path)
     for name in ("plots.py", *apart, *inside):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -635,7 +635,7 @@ def test_the_identity_of_the_code(tmp_path, monkeypatch):
 
 def test_an_edit_while_a_run_starts_is_seen(tmp_path, monkeypatch, capsys):
     """Imports, the build of the kernels and the check take seconds; the run has what was imported before."""
-    monkeypatch.setattr(records, "__file__", str(tmp_path / "runtime/records.py"))
+    monkeypatch.setattr(records, "ROOT", tmp_path)
     monkeypatch.setattr(records, "files_at_start", {})
     (tmp_path / "kernels").mkdir()
     for name in (*records.NATIVE_SOURCES, "my_mixer.py"):
@@ -919,8 +919,7 @@ def test_settings_that_may_change_on_resume_are_those_on_the_page(data, ran, out
     other = out.with_name("other")
     ran(other, init_from=out, LM=stops_at(2))
     refuse(arguments(data, other, resume="auto"), "another run", f"init_from '{out}' -> ''")
-    said = ran(other, init_from=out, resume="auto", keep_steps="1,2,3").out
-    assert "keep_steps 1: already done, so no checkpoint of it is kept" in said
+    ran(other, init_from=out, resume="auto")
 
 
 PLAN = {"schedule": "wsd", "warmup_iters": 2, "eval_interval": 0, "min_lr": 0, "keep_checkpoints": 1}  # of `trunk`
