@@ -20,7 +20,8 @@ joined by commas, list[str] several words, and a field without a default an argu
 Class attributes: RENAMED = {"old_key": "new_key"} is a table of common/old_names.py, by which the error for an old key
 says what to type; with PROGRAMS = {"task": "program.py"} the error for a config file that sets `task = "task"` names
 the program to run; ARGUMENTS = ("models",) are further fields without a key; with OTHERS = "words" unknown --key=value
-are put into `others`, and the help says `words` about them.
+are put into `others`, and the help says `words` about them. FIRST = ("model",) are on top of the help, the others below
+the `# --- heading` above their line.
 """
 
 import builtins

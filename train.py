@@ -99,6 +99,8 @@ class TrainConfig(ModelConfig):
     recompute: Literal["none", "block", "every_other"] = "none"  # layers whose activations are recomputed in backward
     timeout_minutes: Minutes = 10.0  # how long processes wait for each other before giving up
 
+    FIRST = ("model", "n_layer", "n_embd", "block_size", "dataset", "batch_tokens", "micro_batch_size", "max_iters",
+             "learning_rate", "out_dir")  # --help shows these on top
     RENAMED = old_names.TRAIN
     PROGRAMS = {"images": "experiments/vision/classify.py"}  # a config file's `task` -> the program that reads it
 

@@ -304,6 +304,7 @@ class Shared:
     families: tuple[Literal[("all", *FAMILIES)], ...] = ("all",)
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16"] = None  # of matrix products (float32; cuda: bfloat16)
+    # --- shape
     size: Literal[tuple(SIZES)] = ""  # one of the paper's sizes, instead of this shape:
     n_layer: Count = None  # (4; with --size=120M: 12)
     n_embd: Count = None  # (256; 768)
@@ -311,6 +312,7 @@ class Shared:
     block_size: Count = None  # (512; 1024)
     vocab_size: Count = None  # (256; 50304)
     batch_size: Count = None  # (4; 8)
+    # --- how it is measured
     backend: Literal["torch", "cpu", "cuda", "fused"] = ""  # (the fastest)
     threads: Threads = None  # threads of PyTorch and the kernels (PyTorch's choice)
     budget_s: Seconds = 60.0  # seconds per family

@@ -8,15 +8,26 @@ import textwrap
 
 
 def show(usage, about, reader):
-    """Print the usage, what it is about, and a line per setting of a configurator.Reader."""
-    others = "; " + reader.config_class.OTHERS if hasattr(reader.config_class, "OTHERS") else ""
+    """Print the usage, what it is about, and a line per setting of a configurator.Reader.
+
+    Those of the class's FIRST come first, then those without a heading, then the others.
+    """
+    program = reader.config_class
+    others = "; " + program.OTHERS if hasattr(program, "OTHERS") else ""
     print(f"usage: {usage} [--key=value ...]{others}\n\n{about.strip()}")
-    meanings, headings = comments(reader.config_class)
+    meanings, headings = comments(program)
+    first = getattr(program, "FIRST", ())
+    headings |= dict.fromkeys(first, "change these first")
+    keys = dict.fromkeys([*first, *reader.places, *reader.settings])
+    order = list(dict.fromkeys(["change these first", "", *(headings.get(key, "") for key in keys)]))
     width = max(shutil.get_terminal_size().columns, 80)
-    print(end="" if headings else "\n")
-    for key, setting in reader.settings.items():
-        if key in headings:
-            print(f"\n{headings[key]}:")
+    above = None
+    for key in sorted(keys, key=lambda key: order.index(headings.get(key, ""))):
+        heading = headings.get(key, "")
+        if heading != above:
+            print(f"\n{heading}:" if heading else "")
+            above = heading
+        setting = reader.settings[key]
         name = key if key in reader.places else f"--{key}"
         kind = "choice" if setting.choices else setting.kind.__name__
         if setting.many:
@@ -31,7 +42,7 @@ def show(usage, about, reader):
 
 def comments(config_class):
     """{field: the comment at the end of its line, and below} and {field: the `# --- heading` above it}; base classes
-    first."""
+    first, whose heading a redefined field keeps."""
     meanings, headings = {}, {}
     for cls in reversed(config_class.__mro__):
         field = heading = None
@@ -45,9 +56,8 @@ def comments(config_class):
                 heading = line.strip("#- ")
             elif statement:
                 field = statement[1] if statement[2] else None
-                if field and heading and field not in meanings:  # a redefined field keeps the base class's heading
-                    headings[field] = heading
-                    heading = None
+                if field and heading:
+                    headings.setdefault(field, heading)
             comment = re.search(r"  # ((?!---).*)$", line)
             if field and statement:
                 meanings[field] = comment[1] if comment else meanings.get(field, "")

@@ -39,6 +39,7 @@ class Base:
 @dataclass
 class Config(Base):
     RENAMED = {"batch_size": "batch_tokens"}
+    FIRST = ("out_dir", "n_layer")
     n_layer: int = 12
     # --- training
     learning_rate: float = 6e-4  # peak # of the cosine
@@ -285,7 +286,8 @@ def test_help_names_every_key_with_type_value_and_meaning(file, capsys, monkeypa
     assert lines["--out_dir"] == "str out/a#b records go here"
     assert lines["--model"] == "choice longhorn the family (one of longhorn, llama)"
     assert lines["--act"] == "choice silu (one of relu, silu)" and lines["--top_k"] == "int 200 0 for all"
-    assert out.index("model:") < out.index("--model") < out.index("training:") < out.index("--learning_rate")
+    rows = ["first:", "--out_dir", "--n_layer", "\nmodel:", "--model", "training:", "--learning_rate", "--top_k"]
+    assert sorted(rows, key=out.index) == rows
     assert {f"--{f.name}" for f in dataclasses.fields(Config)} <= set(lines)
 
 

@@ -458,13 +458,16 @@ class Source:
     source: str = None  # a recipe (RECIPES in data/tokens/prepare.py), or a name of the hub
     subset: str = None  # of a data set of the hub, sample-10BT say
     files: list[Path] = None  # local files, or folders of them; with a recipe, in its place
+    # --- tokens
     tokenizer: str = "tiktoken:gpt2"  # bytes, chars, tiktoken:NAME, hf:NAME on the hub, or hf:FOLDER
     vocab: Path = None  # folder with a tiktoken encoding's files, to need no network
     end_of_text: str = None  # the token of an hf: tokenizer that ends a document, where its name is unusual
+    # --- how text is read
     text_column: str = "text"  # of parquet, jsonl and the hub
     encoding: str = None  # of files that are not UTF-8 and have no byte order mark: latin-1, utf-16-le, ...
     separator: str = None  # between the documents of a .txt file: "<|endoftext|>", or "\n\n"
     endings: tuple[str, ...] = ()  # of further files that are text: .md,.py; of names: wiki_*
+    # --- what is written
     val_fraction: Share = None  # of documents, where no split is official; not given: 0.0005, of few texts a tenth
     out: Path = None  # folder to write; not given: data/ and the recipe's name
     force: bool = False  # prepare again from the beginning

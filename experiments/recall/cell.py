@@ -65,6 +65,8 @@ class RecallConfig(train.TrainConfig):
     eval_interval: Whole = 0  # steps between evaluations; 0: one epoch
     log_interval: Count = 20  # steps between log lines
 
+    FIRST = ("model", "block_size", "pairs", "n_embd", "d_state", "learning_rate", "epochs", "batch_examples", "seed",
+             "out_dir")
     RENAMED = {**train.TrainConfig.RENAMED, "mixer": "model", "T": "block_size", "batch_size": "batch_examples"}
 
     @property

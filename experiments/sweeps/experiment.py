@@ -26,6 +26,7 @@ YEAR = 365 * 86400  # seconds
 class Where:
     """Settings of where cells run."""
 
+    # --- where the runs go
     jobs: Whole = 0  # runs at a time; 0: one per core or GPU, on a cluster all
     cluster: str = ""  # slurm, ray or ray:HOST:PORT; empty: this machine
     cluster_args: str = ""  # options of sbatch (partition=gpu,gpus=1,time=240), or of Ray's actors (num_cpus=4)
@@ -35,6 +36,7 @@ class Where:
 class Run(Where):
     """Settings of a command that runs cells and reports."""
 
+    # --- folder and plan
     out: Path = None  # folder of the sweep, in out/ unless it is given
     dry_run: bool = False  # print the plan and stop
     accept_code: tuple[str, ...] = ()  # compare runs of this other code with the rest; the report says so

@@ -81,6 +81,8 @@ class VisionConfig(train.TrainConfig):
     # --- optimiser
     ema: Probability = 0.0  # decay per step of an average of the weights, which is also evaluated; 0: none
 
+    FIRST = ("model", "n_layer", "n_embd", "image_size", "dataset", "batch_images", "micro_batch_size", "epochs",
+             "learning_rate", "out_dir")
     PROGRAMS = {}  # this is the program for task = "images"
 
     @property
