@@ -9,8 +9,8 @@ Types are int, float, bool, str, Path and a Literal of strings; a number with a 
 Annotated[float, Range(...)], and may also be its default. The comment at the end of the line is the help.
 
 `load` is for programs with config files. Arguments are read left to right and the later one wins. A config file is
-plain Python that assigns to keys and sees the values so far (`batch_tokens = block_size * 64`); `include("laptop.py")`
-runs another file of its folder first; helpers start with `_`, modules and functions are ignored. It is executed, so
+plain Python that assigns to keys and sees the values so far (`batch_tokens = block_size * 64`). `include("laptop.py")`
+runs another file of its folder first. Names that start with `_`, modules and functions are ignored. It is executed, so
 run only files that you would run as programs. Nothing on the command line is evaluated: `--out_dir=a=b` is the string
 `a=b`.
 
@@ -18,8 +18,8 @@ run only files that you would run as programs. Nothing on the command line is ev
 joined by commas, list[str] several words, and a field without a default an argument without a key.
 
 Class attributes: RENAMED = {"old_key": "new_key"} is a table of common/old_names.py, by which the error for an old key
-says what to type; with PROGRAMS = {"task": "program.py"} the error for a config file that sets `task = "task"` names
-the program to run; ARGUMENTS = ("models",) are further fields without a key; with OTHERS = "words" unknown --key=value
+says what to type. With PROGRAMS = {"task": "program.py"} the error for a config file that sets `task = "task"` names
+the program to run. ARGUMENTS = ("models",) are further fields without a key. With OTHERS = "words" unknown --key=value
 are put into `others`, and the help says `words` about them. FIRST = ("model",) are on top of the help, the others below
 the `# --- heading` above their line.
 """

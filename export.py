@@ -5,9 +5,9 @@
     python export.py --from_hf=hf_llama_120m --out_dir=out/imported    # then python sample.py --out_dir=out/imported
 
 LLaMA and Mamba use the names and config of Hugging Face transformers. All other families, and patterns of several, keep
-our own names, under the model_type "longhorn"; their folder contains the modelling code (tools/modeling_longhorn.py and
-all sources that mixers.py and families/ import), so that transformers can load it without this repository. If the
-tokenizer is known, the folder contains it too, for AutoTokenizer. `hf upload user/name FOLDER` publishes a folder.
+our own names, under the model_type "longhorn". Their folder contains the modelling code: tools/modeling_longhorn.py and
+all sources that mixers.py and families/ import. So transformers can load it without this repository. If the tokenizer
+is known, the folder contains it too, for AutoTokenizer. `hf upload user/name FOLDER` publishes a folder.
 
     our name                                       LLaMA                                Mamba
     embed.weight (the head if tied, else lm_head)  model.embed_tokens                   backbone.embeddings
@@ -19,8 +19,8 @@ number of layers cannot be imported.
 
 One rule holds in both directions: transformers' model is built beside ours, from the same folder, and their logits on
 random tokens agree, or nothing is written. An import knows a LLaMA or Mamba by the names of its tensors, whatever its
-model_type, and names everything at once that our skeleton cannot express (grouped queries, biases, another rotary base;
-docs/adding-a-model.md has a table). A LLaMA or Mamba whose source differs from the one committed here (COMMITTED) is
+model_type. It names everything at once that our skeleton cannot express, such as biases or another rotary base
+(docs/adding-a-model.md has a table). A LLaMA or Mamba whose source differs from the one committed here (COMMITTED) is
 exported under model_type "longhorn", with its code; so is one of packed documents. `--check=FOLDER` repeats the
 comparison on any later day and machine. That runs the code in the folder; an import runs none, and opens only JSON and
 safetensors; nothing is unpickled.

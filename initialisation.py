@@ -4,9 +4,8 @@
     self.dt_bias = parameter(d_inner, start=constant(0.0))
 
 A start is a function that fills a tensor in place. `draw` gives each parameter a random stream of its own, seeded by
-its name, so an edit of one parameter leaves all others as they were, and two versions of a model differ only where they
-were edited. What has a start is NaN until then; what a constructor writes there would be lost, and is refused. An
-nn.Linear or nn.Parameter without a start keeps its values.
+its name. So an edit of one parameter leaves all others as they were. What has a start is NaN until then; what a
+constructor writes there would be lost, and is refused. An nn.Linear or nn.Parameter without a start keeps its values.
 """
 
 import math

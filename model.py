@@ -1,7 +1,7 @@
 """The skeleton (embedding, layers of residual branches, norm, tied head), and Longhorn, Mamba, GLA and LLaMA on it.
 
-A layer is a list of branches, h = h + mixer(norm(h)), and a family is that list (FAMILIES, below the mixers): LLaMA's
-is [Attention, SwiGLU]; Longhorn has no MLP and uses two Longhorn branches instead. To add a family: one class with a
+A layer is a list of branches, h = h + mixer(norm(h)), and a family is that list (FAMILIES, below the mixers). LLaMA's
+is [Attention, SwiGLU]. Longhorn has no MLP and uses two Longhorn branches instead. To add a family: one class with a
 `forward`, one row in FAMILIES, one file in config/. The other families are in mixers.py and families/, which add their
 rows to FAMILIES when they are imported.
 

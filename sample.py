@@ -139,7 +139,7 @@ def read_prompt(prompt, text):
 def stream(lm, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, chunk=4096):
     """Yields `max_new_tokens` tensors (B,) sampled after the prompt idx (B, T >= 1), through the state.
 
-    The prompt is read in chunks; after it, time and memory per token are constant for recurrent families and grow with
+    The prompt is read in chunks. After it, time and memory per token are constant for recurrent families, and grow with
     the cache for attention. temperature 0 takes the most likely token; top_k and top_p cut off the tail first.
     """
     check_tokens(idx)

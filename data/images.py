@@ -206,8 +206,8 @@ def random_box(width, height, least, random):
 
 @functools.lru_cache(maxsize=2)
 def epoch_order(seed, epoch, n, repeats):
-    """The n rows of an epoch. repeats > 1: each comes `repeats` times in a row, so that a batch has several crops of an
-    image, and an epoch only n / repeats images (repeated augmentation, Hoffer et al. 2020)."""
+    """The n rows of an epoch. repeats > 1: each comes `repeats` times in a row (repeated augmentation, Hoffer et al.
+    2020). A batch then has several crops of an image, and an epoch only n / repeats images."""
     return np.repeat(np.random.default_rng([seed, 3, epoch]).permutation(n), repeats)[:n]
 
 

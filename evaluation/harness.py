@@ -4,11 +4,11 @@
     loglikelihood_rolling(text)      the same for a whole text after an end-of-text token (Text.eot_token)
 
 Requests are sorted by length, and a batch holds up to `batch_tokens` tokens. If the state has a constant size, a
-context's state is computed once for all its answers, batched with other contexts of the same length, and texts of any
-length are read in pieces through the state, in constant memory. Attention reads context and answer as one sequence;
-texts longer than a piece go through its growing cache. Models of packed documents start anew after the token that ends
-a text, as in training: the one before a text then matters to the text's first token alone. Texts are truncated only by
-`max_length`; `longer` counts sequences longer than the training block.
+context's state is computed once for all its answers, batched with other contexts of the same length. Texts of any
+length are then read in pieces, in constant memory. Attention reads context and answer as one sequence; texts longer
+than a piece go through its growing cache. Models of packed documents start anew after the token that ends a text, as in
+training: the one before a text then matters to the text's first token alone. Texts are truncated only by `max_length`;
+`longer` counts sequences longer than the training block.
 
 evaluate.py is the program.
 """

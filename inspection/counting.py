@@ -1,7 +1,7 @@
 """A model's parameters, FLOPs, state sizes and operators, counted from outside the model.
 
-FLOPs are those of the mathematics: a linear map with n weights costs 2 n in the forward pass; the head counts, the
-embedding look-up does not; causal attention counts only the visible half; a recurrence counts its token-by-token form,
+FLOPs are those of the mathematics. A linear map with n weights costs 2 n in the forward pass. The head counts, the
+embedding look-up does not. Causal attention counts only the visible half, and a recurrence its token-by-token form,
 however it is computed. The backward counts twice the forward; recomputation is not counted.
 
 A parameter that any module holds counts, once. A layer or map that stands in two places runs, and keeps a state, twice.
@@ -160,8 +160,8 @@ def running_branches(model):
 
 
 def state_size(model, T=None):
-    """Numbers kept per sequence after T tokens (default block_size), over all layers: the size of the initial state, in
-    which a dimension of 0 is a cache that grows by one per token, up to `window`. A mixer without a state, which must
+    """Numbers kept per sequence after T tokens (default block_size), over all layers: the size of the initial state. A
+    dimension of 0 in it is a cache that grows by one per token, up to `window`. A mixer without a state, which must
     keep its inputs to go on, gives their number as `inputs_kept(T)`."""
     T, total = T or model.config.block_size, 0
     for branch in running_branches(model):

@@ -5,10 +5,10 @@ through its state, and its loss is computed with or without logits. Editing only
 and sample another. So train.py builds a toy from the same code, with the first and the last layer of each family, and
 makes the comparisons of TABLE. To add one, write a function for each side that is not there yet, and a row.
 
-Each tensor may differ by FACTOR times the error that the plain operators make in float32, measured against the same toy
-in float64, or by LEAST; by OTHER_ORDER where the two sum in another order. If training computes in bfloat16, the last
-rows compare in bfloat16, where operators and states may have ROUNDING times the plain operators' own error; other
-libraries' kernels that take 16 bits only are compared there alone.
+Tolerance of a tensor: the larger of LEAST and FACTOR times the plain operators' own error in float32, measured against
+the same toy in float64; OTHER_ORDER where the two sum in another order. If training computes in bfloat16, the last rows
+compare in bfloat16. There operators and states may have ROUNDING times the plain operators' own error. Other libraries'
+kernels that take 16 bits only are compared there alone.
 
 `--self_check=off` skips the check, `--self_check=only` stops after it.
 """

@@ -13,8 +13,8 @@
                              num_t = e^{-w} num_{t-1} + e^{k_t} v_t,  den_t = e^{-w} den_{t-1} + e^{k_t}
 
 Chunks never divide by a decay: the textbook form (q e^b)(k e^-b)^T overflows as soon as a gate closes. Instead GLA
-halves a chunk recursively, and the later half sees the earlier one through the boundary between them: both sides
-carry products of factors <= 1, and a very strong decay is an exact zero. For the same reason a decay per head is summed
+halves a chunk recursively, and the later half sees the earlier one through the boundary between them. Both sides carry
+products of factors <= 1, and a very strong decay is an exact zero. For the same reason a decay per head is summed
 between every two tokens of a chunk: the difference of two running sums would cancel.
 
     name        paper       shape         meaning

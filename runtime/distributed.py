@@ -5,7 +5,7 @@ them does not answer.
     torchrun --standalone --nproc_per_node=8 train.py config/longhorn_1b3.py --parallel=fsdp --recompute=every_other
 
 ddp keeps a copy of the model on every process. fsdp keeps a shard of every parameter, gradient and optimiser state on
-each process, and gathers a layer when it is needed (PyTorch's FSDP2); hsdp shards within each machine and keeps a copy
+each process, and gathers a layer when it is needed (PyTorch's FSDP2). hsdp shards within each machine and keeps a copy
 on every machine. For both, a model only needs `layers`, a list of modules.
 
 Collectives time out after timeout_minutes. Then every process says in one line which ranks did not answer, and exits

@@ -16,9 +16,9 @@ meta.json also records the bits per validation byte of `xz -9`: a useful languag
 
 --documents=package joins the same files into long documents, to measure memory over 64K tokens. A document is a
 package: all files of a folder and its subfolders, sorted by path. A folder of more than 4 MiB is not a package (the
-library itself, its `test`); the files and folders in it are then considered separately. The split is
-by document, ordered by sha256(path), and only documents longer than 65,536 bytes are held out: long enough for a
-sequence of that length and its next token. meta.json has the held-out documents' lengths and first tokens in val.bin.
+library itself, its `test`); the files and folders in it are then considered separately. The split is by document,
+ordered by sha256(path). Only documents longer than 65,536 bytes are held out: they hold a sequence of that length and
+its next token. meta.json has the held-out documents' lengths and first tokens in val.bin.
 
     python data/pystdlib/prepare.py                                        # takes seconds
     python data/tokens/prepare.py --files .venv/lib ~/linux --endings=.py,.c --tokenizer=bytes --out data/big    # more
