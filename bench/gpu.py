@@ -119,13 +119,12 @@ def pytest(*words):
 
 
 def gpu_tests():
-    """The tests called test_gpu..., and those of the convolution with "cuda" as their device. Those of the loss compile
-    27 graphs, and are left to make test."""
+    """The tests called test_gpu..., and those of the loss with "cuda" as their device."""
     files = []
     for path in sorted((ROOT / "tests").glob("test_*.py")):
         if re.search(r"^def test_gpu", path.read_text(), re.M):
             files.append(f"tests/{path.name}")
-    return pytest(*files, "-k", "test_gpu or test_conv and cuda]")
+    return pytest(*files, "-k", "test_gpu or test_loss and cuda]")
 
 
 # ----------------------------------------------------------------------------------------------------------- the runner

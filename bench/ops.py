@@ -6,12 +6,13 @@
     python bench/ops.py profiled         # one forward and backward of some scans, for Nsight Compute
     python bench/ops.py mamba_ssm        # mamba-ssm's scan, compared with float64
     python bench/ops.py convolution      # compared with float64, then timed beside PyTorch's and causal-conv1d's
-    python bench/ops.py loss             # the same for the head and its loss, in slices of several sizes
+    python bench/ops.py loss             # the same for the head and its loss, in one kernel and in PyTorch's
     python bench/ops.py variants         # the scan in other tunings, each compiled and timed in a process of its own
 
 The record is written after every row: a killed process leaves what it had.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -25,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 import torch
 
@@ -48,6 +50,7 @@ TESTED = [(2, 65, 70, 16), (1, 300, 33, 16), (3, 129, 64, 64), (1, 33, 5, 3), (2
           (72, 40, 512, 64), (1, 3000, 100, 16), (1, 3072, 256, 16), (72, 64, 512, 64), (72, 64, 256, 16),
           (1, 1024, 128, 16)]
 CONV_WIDTHS = (4, 1, 3, 8)  # the models', and tests/operators.py's
+VOCABULARIES = (50304, 301, 128256)  # of the benchmark, and of tests/test_ops.py
 # family, B, T, D, N, dtype: as many lanes as channels (many rows) or more (few rows), whole chunks and blocks or a
 # remainder; whole ones with T = 256 are split into segments
 SMALL = [("longhorn", 264, 32, 128, 16, "bfloat16"), ("longhorn", 1, 256, 128, 16, "float32"),
@@ -124,6 +127,8 @@ def keys(properties):
                 found[update, dtype, layout, architecture] = None
         for width in CONV_WIDTHS:
             found["conv", dtype, (width,), architecture] = None
+        for V in VOCABULARIES:
+            found["loss", dtype, (ops.loss_room(dtype, V, room[1]),), architecture] = None
     return list(found)
 
 
@@ -220,21 +225,21 @@ def convolution(run):
 
 def loss(run):
     """32K tokens and a vocabulary of 50,304. The gradient of the logits is made in the forward, so the sum counts."""
-    n, D, V = (64, 16, 128) if run.dry_run else (32768, 768, 50304)
+    n, D, V = (64, 16, 128) if run.dry_run else (32768, 768, VOCABULARIES[0])
     a = {"x": run.random(n, D).bfloat16(), "weight": run.random(V, D).bfloat16() / 32}
     targets = torch.randint(V, (n,), device=run.gpu.name)
 
-    def head(backend=None, at_once=None, **a):
-        if at_once:
-            ops.LOGITS_AT_ONCE[run.gpu.name] = at_once
-        return ops.linear_cross_entropy(**a, targets=targets[:len(a["x"])], backend=backend)
+    def head(backend=None, in_slices=False, **a):
+        without = mock.patch.object(ops, "loss_module", lambda *key: None)
+        with without if in_slices else contextlib.nullcontext():
+            return ops.linear_cross_entropy(**a, targets=targets[:len(a["x"])], backend=backend)
 
     some = a | {"x": a["x"][:n // 8]}  # float64 takes 8 bytes per logit
     check_right("the loss", lambda **a: (head(**a), None), lambda **a: (head("torch", **a), None), some, 0.01)
-    settings = {f"slices of 2^{power}": {"at_once": 1 << power} for power in (24, 26, 28, 30)}
+    settings = {"one kernel": {}, "PyTorch's in slices": {"in_slices": True}, "torch": {"backend": "torch"}}
     contenders = {}
     dy = torch.ones((), device=run.gpu.name)
-    for name, how in (settings | {"torch": {"backend": "torch"}}).items():
+    for name, how in settings.items():
         contenders[name] = functools.partial(a_pass, functools.partial(head, **how), a, dy)
     run.time((n, D, V), contenders)
     in_short(run.record["rows"], ["forward_backward"])

@@ -4,7 +4,6 @@ test of this file fails, and only this file has to change."""
 import functools
 import inspect
 import sys
-import types
 
 import torch
 
@@ -38,28 +37,6 @@ def not_compiled(function):
         return function.disabled(*args, **kwargs)
 
     run._torchdynamo_disable = True  # a compiled graph breaks at this function
-    return run
-
-
-@functools.cache
-def compiled_for_any_rows(function):
-    """torch.compile of a function of a matrix (n, V), a vector (n,) and constants: one graph per V and dtype, for any
-    n. Each has its own code object: for one code object torch.compile makes eight graphs at most, and takes V for a
-    variable too once it has seen two, and then does not load 16 bytes at a time."""
-    import torch._dynamo
-
-    compiled = {}
-
-    def run(matrix, vector, *constants):
-        kind = matrix.shape[1], matrix.dtype
-        if kind not in compiled:
-            code = function.__code__.replace()
-            copy = types.FunctionType(code, function.__globals__, closure=function.__closure__)
-            compiled[kind] = torch.compile(copy, fullgraph=True)
-        torch._dynamo.maybe_mark_dynamic(matrix, 0)
-        torch._dynamo.maybe_mark_dynamic(vector, 0)
-        return compiled[kind](matrix, vector, *constants)
-
     return run
 
 

@@ -1,14 +1,15 @@
 """Builds the native libraries on first use, caches and loads them (called by ctypes).
 
-longhorn_scan.cu and conv_norm.cu are compiled by a C++ compiler for the CPU and by nvcc or NVRTC for a GPU, without
-PyTorch's headers. Libraries are cached under build/, keyed by a hash of source, flags, compiler and machine;
-$LONGHORN_BUILD_DIR sets another folder, $CXX and $NVCC other compilers. A GPU gets one library per dtype and state
-shape or convolution width: each compiles in seconds, all of them would take minutes.
+longhorn_scan.cu and conv_norm.cu are compiled by a C++ compiler for the CPU, they and loss.cu by nvcc or NVRTC for a
+GPU, without PyTorch's headers. Libraries are cached under build/, keyed by a hash of source, flags, compiler and
+machine; $LONGHORN_BUILD_DIR sets another folder, $CXX and $NVCC other compilers. A GPU gets one library per dtype and
+state shape, convolution width or vocabulary: each compiles in seconds, all of them would take minutes.
 
 Nothing is loaded that another user (root excepted) could have written: if others may write to the folder, it is built
 again in ~/.cache/longhorn.
 """
 
+import collections
 import contextlib
 import ctypes
 import fcntl
@@ -32,6 +33,7 @@ from kernels import cuda
 ROOT = Path(__file__).resolve().parent.parent
 SCAN = ROOT / "longhorn_scan.cu"
 CONV = ROOT / "kernels" / "conv_norm.cu"
+LOSS = ROOT / "kernels" / "loss.cu"
 HEADER = ROOT / "kernels" / "lanes.h"
 CHUNK = 32  # steps between the states that the forward keeps; CHUNK of longhorn_scan.cu
 MAX_WIDTH = 8  # of the convolution kernels; MAX_WIDTH of conv_norm.cu
@@ -117,12 +119,12 @@ def _compile(compiler, flags, sources, folder):
 
 
 def build_cuda(update, dtype, shape, architecture, way=None, source=None, folder=None):
-    """`build` for a GPU architecture such as 'sm_90': the scan for one update, dtype and `cuda_shape`, or with update
-    "conv" the convolution for one dtype and width shape[0]. way: one of `cuda.ways`; None: the first that works."""
+    """`build` for a GPU architecture such as 'sm_90': the kernels of an update, or of "conv" or "loss", for a dtype and
+    shape as in `cuda.defines`. way: one of `cuda.ways`; None: the first that works."""
     if way is None:
         return _first_that_works(architecture, lambda way: build_cuda(update, dtype, shape, architecture, way, source,
                                                                       folder))
-    (compiler, kind, target), source = way, source or (CONV if update == "conv" else SCAN)
+    (compiler, kind, target), source = way, source or source_of(update).path
     macros = cuda.defines(update, dtype, *shape)
     name = f"{update}_{target}_{cuda.TYPES[dtype]}_{'x'.join(map(str, shape))}"
     make = lambda to: cuda.compile_kernels(source, to, *way, macros)
@@ -216,6 +218,16 @@ ScanArgs = _struct("ScanArgs", """B T D N update softplus dtype splits threads s
 ConvArgs = _struct("ConvArgs", """B T D W dtype silu splits threads *x x_b x_t *weight *bias *state *y
     out_t *dy dy_b dy_t *dx *dweight *dbias *dstate""")
 NormArgs = _struct("NormArgs", "rows D tasks threads x_dtype y_dtype *x *dy *weight *rstd *y *dx *dweight &eps")
+LossArgs = _struct("LossArgs", "V stride train *logits *targets *log_p")
+
+Source = collections.namedtuple("Source", "path kernels args steps")  # on a GPU; steps: of a chunk or tile
+
+
+def source_of(update):
+    """The Source of "conv", "loss" or an update of the scan."""
+    others = {"conv": Source(CONV, cuda.CONV_KERNELS, ConvArgs, CONV_TILE),
+              "loss": Source(LOSS, cuda.LOSS_KERNELS, LossArgs, 0)}
+    return others.get(update) or Source(SCAN, cuda.SCAN_KERNELS, ScanArgs, CHUNK)
 
 
 def load(path):
@@ -248,13 +260,13 @@ def library():
 @functools.cache
 def cuda_module(update, dtype, shape, architecture, device):
     """The kernels of `build_cuda`, built and loaded on first use, in the first way that works. Raises OSError."""
-    kernels, args = (cuda.CONV_KERNELS, ConvArgs) if update == "conv" else (cuda.SCAN_KERNELS, ScanArgs)
+    source = source_of(update)
 
     def make(way):
         path, seconds = build_cuda(update, dtype, shape, architecture, way)
         with torch.cuda.device(device):
-            module = cuda.Module(path.read_bytes(), kernels, ctypes.sizeof(args), device=device)
-        if module.steps != (CONV_TILE if update == "conv" else CHUNK):
+            module = cuda.Module(path.read_bytes(), source.kernels, ctypes.sizeof(source.args), device=device)
+        if module.steps != source.steps:
             raise Broken(cuda.DISAGREE)
         _announce(" ".join(way), f"{update} {cuda.TYPES[dtype]} {'x'.join(map(str, shape))}", seconds)
         return module

@@ -1,8 +1,8 @@
 """CUDA without host code: kernel sources are compiled to a cubin, which the driver loads and launches through ctypes.
 
 The compiler is nvcc if there is one, else NVRTC, which comes with PyTorch's CUDA wheels. $NVCC names an nvcc,
-$LONGHORN_CUDA_COMPILER=nvrtc skips it. A kernel takes one struct by value (ScanArgs or ConvArgs, mirrored in
-kernels/build.py), which ctypes passes to cuLaunchKernel, so one cubin works with every version of Python and PyTorch.
+$LONGHORN_CUDA_COMPILER=nvrtc skips it. A kernel takes one struct by value (mirrored in kernels/build.py), which ctypes
+passes to cuLaunchKernel, so one cubin works with every version of Python and PyTorch.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ import torch
 SCAN_KERNELS = ("forward_kernel", "forward_whole_kernel", "backward_kernel", "backward_whole_kernel",
                 "segment_state_kernel", "segment_grad_kernel", "combine_kernel")
 CONV_KERNELS = ("conv_forward_kernel", "conv_backward_kernel")
+LOSS_KERNELS = ("loss_kernel",)
 MAX_DYNAMIC_SHARED, CARVE_OUT = 8, 9  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, .._PREFERRED_.._CARVEOUT
 ROOM = 97, 81  # bytes: CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, .._PER_MULTIPROCESSOR
 RESERVED = 1024  # bytes of shared memory that the system reserves per block
@@ -106,13 +107,15 @@ def tuning(name, default):
 
 
 def defines(update, dtype, *shape):
-    """The macros that select the kernels: the scan with `update` for a `cuda_shape` (P, L), or "conv" for (W,).
+    """The macros that select the kernels: the scan with `update` for a `cuda_shape` (P, L), "conv" for (W,), or "loss"
+    for (bytes of shared memory for a row,).
 
     $LONGHORN_CUDA_DEFINES adds more, to try other tunings: "FORWARD_BLOCKS=5 STAGES=4".
     """
     tuning = [f"-D{word}" for word in tunings() if not word.startswith(("SPLIT_BELOW=", "FILL="))]
-    if update == "conv":
-        return [f"-DCONV_TYPE={TYPES[dtype]}", f"-DCONV_WIDTH={shape[0]}", *tuning]
+    if update in ("conv", "loss"):
+        size = {"conv": "CONV_WIDTH", "loss": "LOSS_ROOM"}[update]
+        return [f"-D{update.upper()}_TYPE={TYPES[dtype]}", f"-D{size}={shape[0]}", *tuning]
     sizes = [f"-DSCAN_{name}={size}" for name, size in zip("PL", shape, strict=True)]
     return [f"-DSCAN_UPDATE={CLASSES[update]}", f"-DSCAN_TYPE={TYPES[dtype]}", *sizes, *tuning]
 

@@ -127,12 +127,7 @@ class Kernels:
     def run(self, function):
         if self.module is None:
             return getattr(build.library(), function + "_cpu")(ctypes.byref(self.args))
-        index = self.device.index
-        stream = raw_stream(index)
-        if index == torch.cuda.current_device():
-            return self.launch(function, stream)
-        with torch.cuda.device(index):
-            self.launch(function, stream)
+        in_stream(self.device, functools.partial(self.launch, function))
 
     def launch(self, function, stream):
         a, module = self.args, self.module
@@ -165,6 +160,15 @@ class Kernels:
         self.args.reverse = reverse
         self("longhorn_scan_combine", {}, {"dhT" if reverse else "h0": initial}, hT=states, decay=decay)
         return states
+
+
+def in_stream(device, launch):
+    """launch(the address of PyTorch's current stream on a GPU), with that GPU as PyTorch's current one."""
+    stream = raw_stream(device.index)
+    if device.index == torch.cuda.current_device():
+        return launch(stream)
+    with torch.cuda.device(device.index):
+        launch(stream)
 
 
 @functools.lru_cache(1024)

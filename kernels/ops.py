@@ -7,8 +7,8 @@
 
 The first two have CPU kernels in conv_norm.cu, because eager PyTorch transposes for the convolution and passes over
 memory seventeen times for the norm; the convolution also has a GPU kernel. The loss uses PyTorch's operators in an
-order that needs a sixth of the memory; on a GPU torch.compile makes two kernels of them. Code that all operators share
-is here too: checks, documents, loops in pieces.
+order that needs a sixth of the memory; on a GPU it is one kernel, of loss.cu. Code that all operators share is here
+too: checks, documents, loops in pieces.
 
     python -m pytest tests/test_conformance.py tests/test_ops.py
 """
@@ -22,15 +22,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from common import torch_private
-from common.errors import is_out_of_memory
-from kernels import build, choose, fused, launch
+from kernels import build, choose, cuda, fused, launch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PIECE = 64  # steps of a loop over time between the states from which the backward recomputes
 WINDOW_QUERIES = 64  # attention with a window processes at least this many queries at a time
-# On a CPU they fit in a core's cache in float32. On a GPU they bound what PyTorch's own kernels would take to 2 GB:
-# slices that fit in its L2, 2^24, are 99 for 32K tokens and a vocabulary of 50,304 (results/README.md, "On an H200").
+# Where PyTorch's kernels compute the loss. On a CPU they fit in a core's cache in float32, on a GPU they take 2 GB.
 LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**28}
+LOSS_SUMS = 256  # bytes that the kernel of the loss shares beside a row; SUMS of loss.cu
 
 
 def check_tensor(op, name, a, floats=True):
@@ -462,8 +461,8 @@ def _visible(T, past, device, window=None):
 def linear_cross_entropy(x, weight, targets, backend=None):
     """The head and its loss: mean over the targets of -log softmax(x W^T)[target], in nats.
 
-    F.cross_entropy(F.linear(x, weight).float(), ...) takes 12 bytes per logit at its peak. This computes the softmax a
-    few rows at a time in float32 and overwrites the logits with their gradient: 2 bytes per logit in bfloat16. It
+    F.cross_entropy(F.linear(x, weight).float(), ...) takes 12 bytes per logit at its peak. This computes the softmax in
+    float32, a few rows at a time, and overwrites the logits with their gradient: 2 bytes per logit in bfloat16. It
     stores the gradient of the sum, since that of the mean may underflow in float16; the backward divides.
 
     Args:
@@ -500,34 +499,45 @@ def loss_of_slice(logits, targets, train):
     return log_p[:, 0]
 
 
-def loss_in_two_kernels(logits, targets, train):
-    """`loss_of_slice` for torch.compile: a kernel for the log-probabilities and one for the gradient, in place. With
-    scatter_ it would need a third, which copies all logits."""
-    log_softmax = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    log_p = log_softmax.gather(1, targets[:, None])
-    if train:
-        at_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-        logits.copy_(log_softmax.exp() - at_target.to(log_softmax.dtype))
-    return log_p[:, 0]
+@functools.cache
+def loss_module(dtype, V, device):
+    """The kernel for rows of V logits of `dtype` on a GPU; None elsewhere, and where it cannot be built, which is
+    said."""
+    if device.type != "cuda" or dtype not in choose.DTYPES:
+        return None
+    reason = choose.unavailable("cuda")
+    if reason is None:
+        gpu = torch.cuda.get_device_properties(device)
+        room = loss_room(dtype, V, gpu.shared_memory_per_multiprocessor)
+        try:
+            return build.cuda_module("loss", dtype, (room,), f"sm_{gpu.major}{gpu.minor}", device.index)
+        except OSError as error:
+            reason = " ".join(str(error).split())
+    build.say_once(f"linear_cross_entropy: in PyTorch's kernels, which takes longer ({reason})")
+    return None
 
 
-def compiled_loss_of_slice(logits, targets, train):
-    """`loss_in_two_kernels`, compiled: it moves 6 bytes per logit of 16 bits, PyTorch's five kernels 20. Where
-    torch.compile fails, for lack of Triton or a C compiler, `loss_of_slice`, and a line says so."""
-    if not is_plain(logits):
-        return loss_of_slice(logits, targets, train)
-    try:
-        return torch_private.compiled_for_any_rows(loss_in_two_kernels)(logits, targets, train)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    build.say_once(f"linear_cross_entropy: not compiled, which takes longer ({reason})")
-    SLICES.pop(logits.device.type, None)
-    return loss_of_slice(logits, targets, train)  # compiling fails before any logit is overwritten
+def loss_room(dtype, V, shared):
+    """Bytes of shared memory for a row and what its address leaves over at both ends; 0 if a multiprocessor with
+    `shared` bytes has no room for it."""
+    room = -(-V * dtype.itemsize // 16) * 16 + 16
+    return room if room + LOSS_SUMS + cuda.RESERVED <= shared else 0
 
 
-SLICES = {"cuda": compiled_loss_of_slice}  # other devices: loss_of_slice
+def log_probabilities(logits, targets, train):
+    """`loss_of_slice`, in one kernel where there is one. It moves 4 bytes per logit of 16 bits, PyTorch's five 20."""
+    V = logits.shape[1]
+    module = loss_module(logits.dtype, V, logits.device) if is_plain(logits) else None
+    if module is None:
+        rows = max(1, LOGITS_AT_ONCE.get(logits.device.type, 2**25) // V)
+        parts = zip(logits.split(rows), targets.split(rows), strict=True)
+        return torch.cat([loss_of_slice(*part, train) for part in parts])
+    log_p = logits.gather(1, targets[:, None])[:, 0].float()  # PyTorch's own error for a target outside the vocabulary
+    args = build.LossArgs(V=V, stride=logits.stride(0), train=int(train))
+    launch.point(args, logits=logits, targets=targets, log_p=log_p)
+    if len(logits):
+        launch.in_stream(logits.device, functools.partial(module.launch, "loss_kernel", len(logits), args))
+    return log_p
 
 
 def cross_entropy(logits, targets):
@@ -540,12 +550,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, dtype, train):
         ctx.dtypes, x, weight = (x.dtype, weight.dtype), x.to(dtype), weight.to(dtype)
-        exact, counts = torch.promote_types(dtype, torch.float32), targets != -1
-        logits = x @ weight.t()  # (n, V); overwritten with their gradient, a few rows at a time
-        targets, log_p = torch.where(counts, targets, 0), torch.empty(len(x), dtype=exact, device=x.device)
-        rows = max(1, LOGITS_AT_ONCE.get(x.device.type, 2**25) // len(weight))
-        for part in (slice(i, i + rows) for i in range(0, len(x), rows)):
-            log_p[part] = SLICES.get(x.device.type, loss_of_slice)(logits[part], targets[part], train)
+        counts = targets != -1
+        logits = x @ weight.t()  # (n, V); overwritten with their gradient
+        log_p = log_probabilities(logits, torch.where(counts, targets, 0), train)
         ctx.count = counts.sum()
         if train:
             ctx.save_for_backward(x, weight, logits, counts)

@@ -41,8 +41,8 @@ NO_TRACE = ("runtime/loss_curve.py", "tests/", "tools/", "bench/", "sample.py", 
             "experiments/vision/sweep.py", "experiments/vision/report.py",
             "experiments/extrapolation.py", "experiments/extrapolation_report.py", "experiments/objectives.py")
 ROOT = Path(__file__).resolve().parents[1]
-HEADERS = sorted(f"kernels/{path.name}" for path in (ROOT / "kernels").glob("*.h"))
-NATIVE_SOURCES = ("longhorn_scan.cu", "kernels/conv_norm.cu", *HEADERS)
+KERNELS = sorted(f"kernels/{path.name}" for kind in ("*.cu", "*.h") for path in (ROOT / "kernels").glob(kind))
+NATIVE_SOURCES = ("longhorn_scan.cu", *KERNELS)
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
 files_at_start = {}  # code_files when `distributed.launch` began, right after the imports
 

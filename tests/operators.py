@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 import mixers  # noqa: F401
-from kernels import build, cuda, launch
+from kernels import build, cuda, launch, ops
 from kernels import linear_attention as la
 from kernels.ops import attention, causal_conv1d, conv_state, rms_norm
 from kernels.scan import longhorn_scan, selective_scan
@@ -441,7 +441,7 @@ COMPILER = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++")), N
 
 
 def source_of(update):
-    return source_text(build.CONV if update == "conv" else build.SCAN)
+    return source_text(build.source_of(update).path)
 
 
 # Compiling takes most of these tests' time: no optimisation, and C++17, whose headers are faster to compile.
@@ -449,7 +449,8 @@ FLAGS = ("-O0", "-std=c++17", "-shared", "-fPIC")
 
 
 def load_shim(folder, update, *key, source=None, flags=FLAGS, threads=THREADS):
-    """A module of the kernels of update, dtype, P, L (or "conv", dtype, W), with a driver that runs them on the CPU."""
+    """A module of the kernels of update, dtype, P, L (or "conv", dtype, W, or "loss", dtype, room), with a driver that
+    runs them on the CPU."""
     text = f'#include "{SHIM}"\n{source or source_of(update)}\n#include "{DRIVER}"\n'
     command = [COMPILER, *flags, "-Wno-unknown-pragmas", "-DLONGHORN_SHIM", f"-DTHREADS={threads}",
                *cuda.defines(update, *key)]
@@ -461,9 +462,9 @@ def load_shim(folder, update, *key, source=None, flags=FLAGS, threads=THREADS):
             raise OSError(run.stderr)
 
     path, _ = build._cached("shim", "", [*command, text], (SHIM, DRIVER), folder, make)
-    conv = update == "conv"
-    kernels, args = (cuda.CONV_KERNELS, build.ConvArgs) if conv else (cuda.SCAN_KERNELS, build.ScanArgs)
-    return cuda.Module(b"", kernels, ctypes.sizeof(args), cuda.declare(ctypes.CDLL(str(path))))
+    source = build.source_of(update)
+    lib = cuda.declare(ctypes.CDLL(str(path)))
+    return cuda.Module(b"", source.kernels, ctypes.sizeof(source.args), lib)
 
 
 def use(monkeypatch, module, segments=1):
@@ -485,6 +486,26 @@ def use(monkeypatch, module, segments=1):
     monkeypatch.setattr(launch, "Kernels", ShimKernels)
     kept_states = launch.kept_states
     monkeypatch.setattr(launch, "kept_states", lambda x, N: kept_states(mock.Mock(is_cuda=True), N))
+
+
+def use_loss(monkeypatch, module):
+    """Have the loss on a CPU launch the kernel of `module` as on a GPU."""
+    monkeypatch.setattr(ops, "loss_module", lambda dtype, V, device: module)
+    monkeypatch.setattr(launch, "in_stream", lambda device, run: run(None))
+
+
+def loss_wrong(logits, targets):
+    """What the kernel of the loss gets wrong: the targets' log-probabilities, the gradient in place of the logits."""
+    log_p = logits.double().log_softmax(1)
+    p, of_targets, at_target = log_p.exp(), log_p.gather(1, targets[:, None])[:, 0], F.one_hot(targets, logits.shape[1])
+    found, kept = logits.clone(), logits.clone()
+    errors = {"log_p": (ops.log_probabilities(found, targets, True) - of_targets).abs() - 32 * EPS,
+              "without a gradient": (ops.log_probabilities(kept, targets, False) - of_targets).abs() - 32 * EPS,
+              "kept": (kept - logits).nan_to_num().abs()}
+    half = torch.finfo(logits.dtype).eps / 2 * (p - at_target).abs() + torch.finfo(logits.dtype).smallest_normal * EPS
+    half += 1e-7 * (logits.dtype == F16)  # subnormal numbers
+    errors["gradient"] = (found.double() - (p - at_target)).abs() - half - 64 * EPS * p - EPS * at_target
+    return {n: error.max() for n, error in errors.items() if not (error <= 0).all()}
 
 
 PAIRS = (8, 2)  # P, L: what a GPU runs at N = 16

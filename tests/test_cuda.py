@@ -31,22 +31,25 @@ from operators import (
     THREADS,
     conv_inputs,
     conv_wrong,
+    generator,
     graded,
     inputs,
     load_shim,
+    loss_wrong,
     native_scan,
     on_gpu,
     packed,
     source_of,
     use,
+    use_loss,
     with_mistake,
     wrong,
 )
 
 from bench.measure import compare, values_and_gradients
 from bench.ops import TESTED
-from kernels import build, cuda, launch
-from kernels.ops import causal_conv1d
+from kernels import build, cuda, launch, ops
+from kernels.ops import causal_conv1d, linear_cross_entropy
 from kernels.scan import longhorn_scan
 
 pytestmark = [pytest.mark.usefixtures("poison"),
@@ -54,7 +57,7 @@ pytestmark = [pytest.mark.usefixtures("poison"),
 
 @pytest.fixture(scope="module")
 def shim(builds):
-    """shim(update, dtype, P, L) or shim("conv", dtype, W): the kernels as a module, built once."""
+    """shim(update, dtype, P, L), shim("conv", dtype, W), shim("loss", dtype, room): a module of kernels, built once."""
     return functools.cache(lambda *key: load_shim(builds, *key))
 
 
@@ -182,6 +185,51 @@ def test_convolution_of_views_and_of_nothing(shim, monkeypatch):
     assert empty["y"].shape == (2, 0, 10) and not any(empty["d" + n].any() for n in a)
 
 
+@pytest.mark.parametrize("dtype,room", [(BF16, 10_032), (BF16, 0), (F16, 10_032), (F32, 0)])
+def test_loss(shim, monkeypatch, dtype, room):
+    """Rows that begin and end anywhere, in one piece, one round of a block and several."""
+    use_loss(monkeypatch, shim("loss", dtype, room))
+    for n, V in ((1, 1), (3, 2), (9, 15), (3, 64), (9, 301), (2, 2560), (3, 5003)):
+        logits = (4 * torch.randn(n, V, generator=generator(V))).to(dtype)
+        targets = torch.randint(V, (n,), generator=generator())
+        logits[0, 0] += 12
+        logits[-1, targets[-1] - 1] = -torch.inf if V > 1 else 0
+        assert not loss_wrong(logits, targets), V
+    assert loss_wrong(torch.full((1, 70), torch.nan, dtype=dtype), torch.tensor([3]))
+
+
+def test_loss_of_numbers_that_are_none(shim, monkeypatch):
+    use_loss(monkeypatch, shim("loss", F32, 0))
+    for odd, of in ((torch.nan, 1), (torch.inf, 1), (-torch.inf, 70)):
+        logits = torch.zeros(2, 70)
+        logits[0, :of] = odd
+        log_p = ops.log_probabilities(logits, torch.tensor([3, 3]), True)
+        assert logits[0].isnan().all() and log_p[0].isnan() and logits[1].isfinite().all() and log_p[1].isfinite()
+
+
+def test_loss_of_a_head(shim, monkeypatch):
+    """Without some of the targets, and without rows."""
+    x, weight = torch.randn(6, 4, generator=generator()), torch.randn(70, 4, generator=generator(1))
+    targets = torch.tensor([3, -1, 0, 69, -1, 7])
+    plain = lambda **a: (linear_cross_entropy(**a, targets=targets, backend="torch"), None)
+    want = values_and_gradients(plain, {"x": x, "weight": weight}, torch.float64)
+    use_loss(monkeypatch, shim("loss", F32, 0))
+    ours = lambda **a: (linear_cross_entropy(**a, targets=targets), None)
+    errors = compare(values_and_gradients(ours, {"x": x, "weight": weight}), want, 16 * EPS)
+    assert all(row["right"] for row in errors.values())
+    assert linear_cross_entropy(x[:0], weight, targets[:0]).isnan()
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        linear_cross_entropy(x, weight, targets + 1)
+
+
+@pytest.mark.parametrize("dtype,V,shared,kept", [
+    (BF16, 50304, 228 << 10, 100_624), (BF16, 50304, 100 << 10, 100_624), (BF16, 50257, 100 << 10, 100_544),
+    (BF16, 128_256, 228 << 10, 0), (F32, 50304, 228 << 10, 201_232), (F32, 50304, 164 << 10, 0)])
+def test_a_row_of_logits_is_kept_where_a_block_has_room_for_it(dtype, V, shared, kept):
+    assert ops.loss_room(dtype, V, shared) == kept
+    assert kept == 0 or kept >= (V + 2 * (16 // dtype.itemsize - 1)) // (16 // dtype.itemsize) * 16
+
+
 def test_what_a_driver_refuses_names_the_kernel(shim, monkeypatch):
     module = shim("longhorn", F32, 4, 4)
     use(monkeypatch, module)
@@ -215,7 +263,7 @@ with_nvcc = pytest.mark.skipif(COMPILERS["nvcc"] is None, reason="no nvcc: nothi
 def report(folder, architecture, update, *key):
     """(the cubin, {kernel: registers}, {kernel: bytes of spills}) of kernels that nvcc compiles."""
     command = [COMPILERS["nvcc"], "-cubin", *cuda.OPTIONS["nvcc"], f"-arch={architecture}", "-Xptxas=-v",
-               *cuda.defines(update, *key), str(build.CONV if update == "conv" else build.SCAN)]
+               *cuda.defines(update, *key), str(build.source_of(update).path)]
     run = subprocess.run([*command, "-o", str(folder / "out.cubin")], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     kernels = re.findall(r"Compiling entry function '(\w+)'", run.stderr)
@@ -262,6 +310,13 @@ def test_the_compiled_convolution_fits_seven_blocks(tmp_path):
     _, registers, spills = report(tmp_path, "sm_90", "conv", BF16, 4)
     assert sorted(registers) == sorted(cuda.CONV_KERNELS) and not any(spills.values())
     assert max(registers.values()) <= 72
+
+
+@with_nvcc
+@pytest.mark.parametrize("architecture", ("sm_80", "sm_90"))
+def test_the_compiled_loss_fits_two_blocks(tmp_path, architecture):
+    _, registers, spills = report(tmp_path, architecture, "loss", BF16, 100_624)
+    assert registers["loss_kernel"] <= 64 and not any(spills.values())
 
 
 @pytest.mark.parametrize("room", (228 << 10, 164 << 10, 100 << 10))

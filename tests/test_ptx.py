@@ -13,6 +13,7 @@ import functools
 import sys
 
 import pytest
+import torch
 from operators import (
     BF16,
     COMPILER,
@@ -20,13 +21,16 @@ from operators import (
     FLAGS,
     PAIRS,
     conv_wrong,
+    generator,
     graded,
     inputs,
     load_shim,
+    loss_wrong,
     native_scan,
     packed,
     source_of,
     use,
+    use_loss,
     with_mistake,
     wrong,
 )
@@ -46,7 +50,7 @@ class Cost(ctypes.Structure):  # of tools/ptx_shim.h
 
 WHOLE = ("forward_whole_kernel", "backward_whole_kernel")
 JOINING = ("segment_state_kernel", "segment_grad_kernel", "combine_kernel")
-LEFT_OUT = {("longhorn", BF16, *PAIRS): (), ("conv", BF16, 4): ()}  # compiling takes most of the time
+LEFT_OUT = {("longhorn", BF16, *PAIRS): ()}  # compiling takes most of the time
 
 
 def load_ptx(folder, *key, source=None, left_out=()):
@@ -55,7 +59,7 @@ def load_ptx(folder, *key, source=None, left_out=()):
     text = ptx.translate(ptx.compiled(macros, source or source_of(key[0])), left_out)
     # two's complement, and a multiplication and an addition stay two
     return load_shim(folder, *key, source=text, flags=(*FLAGS, "-w", "-fwrapv", "-ffp-contract=off"),
-                     threads=build.CUDA_THREADS)
+                     threads=512 if key[0] == "loss" else build.CUDA_THREADS)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +110,15 @@ def test_convolution(emitted, monkeypatch):
     assert not conv_wrong(BF16, 4, 2, 130, 70)
 
 
+@pytest.mark.parametrize("dtype,room", [(BF16, 1632), (F32, 0)])
+def test_loss(emitted, monkeypatch, dtype, room):
+    module = emitted("loss", dtype, room)
+    run(monkeypatch, module)
+    use_loss(monkeypatch, module)
+    logits = torch.randn(3, 801, generator=generator()).to(dtype)
+    assert not loss_wrong(logits, torch.tensor([0, 799, 5]))
+
+
 def test_memory_is_reached_whole_sectors_at_a_time_and_without_bank_conflicts(emitted, monkeypatch):
     """In a forward and a backward of whole chunks: every access to shared memory, every row that is written."""
     module = emitted("longhorn", BF16, *PAIRS)
@@ -123,9 +136,17 @@ def test_memory_is_reached_whole_sectors_at_a_time_and_without_bank_conflicts(em
 @pytest.mark.parametrize("place,key,mistake,said", [  # place in the sources, kernels, what is written there
     ("address", ("conv", F32, 4), "b = a;", "not aligned|in no tensor"),
     ("neighbour", ("longhorn", F32, 4, 2), "if (false)", "race: thread .* reads what thread .* wrote"),
-    ("forward barrier", ("longhorn", F32, 4, 2), "if (false)", "race: thread .* reads what thread .* wrote")])
+    ("forward barrier", ("longhorn", F32, 4, 2), "if (false)", "race: thread .* reads what thread .* wrote"),
+    ("loss barrier", ("loss", F32, 0), "if (false)", "race: thread .* overwrites what warp .* read")])
 def test_what_gcc_never_sees_is_caught(tmp_path, monkeypatch, place, key, mistake, said):
     source = with_mistake(source_of(key[0]), place, mistake)
-    run(monkeypatch, load_ptx(tmp_path, *key, source=source, left_out=(*WHOLE, *JOINING)))
+    module = load_ptx(tmp_path, *key, source=source, left_out=(*WHOLE, *JOINING))
+    run(monkeypatch, module)
+    use_loss(monkeypatch, module)
     with pytest.raises(RuntimeError, match=said):
-        conv_wrong(*key[1:], 1, 9, 5) if key[0] == "conv" else graded(native_scan, inputs("longhorn", 1, 40, 33, 8))
+        if key[0] == "loss":
+            loss_wrong(torch.zeros(1, 70), torch.tensor([3]))
+        elif key[0] == "conv":
+            conv_wrong(*key[1:], 1, 9, 5)
+        else:
+            graded(native_scan, inputs("longhorn", 1, 40, 33, 8))

@@ -46,18 +46,6 @@ def test_marks_for_the_compiler():
     assert ours.items() >= {"_torchdynamo_disable": True}.items() <= theirs.items()
 
 
-def test_compiled_once_per_width(monkeypatch):
-    torch.compiler.reset()
-    graphs, real = [], torch.compile
-    count = lambda graph, _: graphs.append(graph) or graph.forward
-    monkeypatch.setattr(torch, "compile", lambda f, **kwargs: real(f, backend=count, **kwargs))
-    run = torch_private.compiled_for_any_rows(lambda a, b, factor: a.sum(1) * b * factor)
-    for V in range(8, 18):  # more than the graphs that one code object may have
-        for n in (3, 5, 2, 9):
-            assert torch.equal(run(torch.ones(n, V), torch.ones(n), 2), torch.full((n,), 2.0 * V))
-    assert len(graphs) == 10
-
-
 def test_the_switch_of_ddp_is_that_of_no_sync(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

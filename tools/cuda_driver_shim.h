@@ -1,8 +1,10 @@
 // The CUDA driver functions that kernels/cuda.py calls, for the kernels included before this file: they are "loaded" by
 // name and run on the CPU by cuda_shim.h, so that the tests also cover the launch.
 
-#ifdef CONV_WIDTH
+#if defined(CONV_WIDTH)
 typedef ConvArgs Args;
+#elif defined(LOSS_ROOM)
+typedef LossArgs Args;
 #else
 typedef ScanArgs Args;
 #endif
@@ -13,8 +15,10 @@ int shim_fail(int code) { shim_error = code; return 0; }
 int cuModuleLoadData(void **module, const char *) { *module = nullptr; return 0; }
 int cuModuleGetFunction(void **function, void *, const char *name) {
     const struct { const char *name; void (*kernel)(Args); } all[] = {
-#ifdef CONV_WIDTH
+#if defined(CONV_WIDTH)
         {"conv_forward_kernel", conv_forward_kernel}, {"conv_backward_kernel", conv_backward_kernel}};
+#elif defined(LOSS_ROOM)
+        {"loss_kernel", loss_kernel}};
 #else
         {"forward_kernel", forward_kernel}, {"forward_whole_kernel", forward_whole_kernel},
         {"backward_kernel", backward_kernel}, {"backward_whole_kernel", backward_whole_kernel},

@@ -103,15 +103,16 @@ inline float __shfl_xor_sync(unsigned, float v, int mask) {
 inline float __uint_as_float(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float reciprocal(float v) { return 1.0f / v; }
-inline uint32_t shim_bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
+inline uint32_t __float_as_uint(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
 
 inline uint16_t round_to_bf16(float f) {
-    uint32_t u = shim_bits(f);
+    uint32_t u = __float_as_uint(f);
     return f != f ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
 }
 inline uint16_t round_to_fp16(float f) { _Float16 v = (_Float16)f; uint16_t h; memcpy(&h, &v, 2); return h; }
 inline float widen_fp16(uint16_t h) { _Float16 v; memcpy(&v, &h, 2); return (float)v; }
 inline float exp2_fast(float v) { return exp2f(v); }
+inline float log2_fast(float v) { return log2f(v); }
 inline void store_32(int active, void *p, float v) { if (active) memcpy(p, &v, 4); }
 inline void store_16(int active, void *p, uint16_t v) { if (active) memcpy(p, &v, 2); }
 inline void store_two(float *shared, float a, float b) { shared[0] = a; shared[1] = b; }

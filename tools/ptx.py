@@ -56,7 +56,8 @@ RULES = [(re.compile(pattern), rule) for pattern, rule in {  # instruction name 
     rf"setp\.(eq|ne|lt|le|gt|ge)\.({INT}|{BITS})|setp\.(eq|neu|lt|le|gt|ge)\.f32": "{a} {compare} {b}",
     r"cvt\.rn\.bf16\.f32": "round_to_bf16({a})", r"cvt\.rn\.f16\.f32": "round_to_fp16({a})",
     r"cvt\.f32\.f16": "widen_fp16({a})",
-    r"ex2\.approx\.ftz\.f32": "flush(exp2f(flush({a})))", r"rcp\.approx\.ftz\.f32": "flush(1.0f / flush({a}))",
+    r"ex2\.approx\.ftz\.f32": "flush(exp2f(flush({a})))", r"lg2\.approx\.ftz\.f32": "flush(log2f(flush({a})))",
+    r"rcp\.approx\.ftz\.f32": "flush(1.0f / flush({a}))",
 }.items()]
 MEMORY = re.compile(r"(?P<way>ld|st)(\.(?P<space>global|shared|param))?(?P<nc>\.nc)?(\.v(?P<count>[24]))?"
                     r"\.(?P<kind>[usb](8|16|32|64)|f32)")
@@ -81,7 +82,8 @@ def translate(ptx, left_out=()):
         elif match["kernel"]:
             if size is None:
                 size = match["args"]
-                out.append(f"struct alignas(8) PtxArgs {{ char bytes[{size}]; }};\ntypedef PtxArgs ScanArgs, ConvArgs;")
+                out.append(f"struct alignas(8) PtxArgs {{ char bytes[{size}]; }};")
+                out.append("typedef PtxArgs ScanArgs, ConvArgs, LossArgs;")
             if match["args"] != size:
                 raise ValueError(f"{match['kernel']} takes {match['args']} bytes of arguments, the others {size}")
             body = "\n".join(statements(match["body"], 1 + ptx.count("\n", 0, match.start("body")), match["param"]))
@@ -126,6 +128,8 @@ def value(text, kind):
         text += "ll"
     elif text in ("%tid.x", "%ctaid.x"):
         text = {"%tid.x": "threadIdx.x", "%ctaid.x": "blockIdx.x"}[text]
+    elif pair := re.fullmatch(r"\{(%\w+), (%\w+)\}", text):  # of 16 bits each
+        text = f"({name(pair[1])} | (uint32_t){name(pair[2])} << 16)"
     elif not re.fullmatch(r"%?\w+", text):
         raise ValueError(f"unknown PTX operand: {text}")
     return f"AS_FLOAT({name(text)})" if kind == "f32" else f"({KINDS[kind]}){name(text)}"
