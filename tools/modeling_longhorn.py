@@ -1,7 +1,8 @@
 """The modelling code of an exported folder, for transformers; export.py copies it there with the sources it needs.
 
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    model.generate(**AutoTokenizer.from_pretrained(folder)("def main():", return_tensors="pt"), max_new_tokens=40)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)  # else it asks, for the model's config
+    model.generate(**tokenizer("def main():", return_tensors="pt"), max_new_tokens=40)
 
 SOURCES holds model.py, mixers.py, families/ and everything that they import from the repository, as of the export. They
 run in plain PyTorch, which reads prompts slowly; if the repository is on sys.path and its native kernels are unchanged,
@@ -108,7 +109,9 @@ class LonghornConfig(PretrainedConfig):
             if name != "backend":  # depends on the machine
                 setattr(self, name, settings.pop(name, default))
         self.backend = settings.pop("backend", "")  # torch, if it was trained in plain PyTorch
+        padding = settings.pop("pad_token_id", None)  # may be one after the vocabulary, of which transformers warns
         super().__init__(**settings)
+        self.pad_token_id = padding
 
 
 class State:
