@@ -37,123 +37,109 @@ def mean_and_error(values):
     return mean.tolist(), error.tolist()
 
 
-def by_name(runs):
-    """{run's name without the seed: its rows, one per seed}"""
-    groups = {}
-    for r in runs.itertuples():
-        groups.setdefault(re.sub(r", seed \d+", "", r.run), []).append(r)
-    return groups
+def by_length(seeds):
+    """{length: its measurement of each seed}, of those that all seeds have been read at."""
+    found = {}
+    for run in seeds:
+        for x in run.lengths:
+            found.setdefault(x["length"], []).append(x)
+    return {T: measured for T, measured in found.items() if len(measured) == len(seeds)}
 
 
-def read_at(seeds, T):
-    """The measurements at length T, for the seeds that were read that far."""
-    return [x for r in seeds for x in r.lengths if x["length"] == T]
+def over_seeds(measured, key):
+    """The mean over the seeds' records and its standard error, of one seed that over its sequences; both as arrays."""
+    mean, error = mean_and_error([x[key] for x in measured])
+    if len(measured) == 1:
+        error = measured[0][f"{key}_standard_error"]
+    return np.array([mean, error], float)
 
 
 def perplexity(measured):
     """A table cell: perplexity over the seeds at a length, the loss if there are several, and the loss minus that at
     the training length."""
-    loss, error = mean_and_error([x["loss"] for x in measured])
+    loss, error = over_seeds(measured, "loss")
     cell = f"{np.exp(loss):.3f}"
     if len(measured) > 1:
         cell += f", loss {loss:.3f} \u00b1 {error:.3f}"
     if all("against" in x for x in measured):
-        change, error = mean_and_error([x["difference"] for x in measured])
-        if len(measured) == 1:
-            error = np.float64(measured[0]["difference_standard_error"])  # None is NaN
+        change, error = over_seeds(measured, "difference")
         cell += f" ({change:+.3f} \u00b1 {error:.3f})"
     return cell
 
 
-def differences(groups, lengths):
+def differences(read):
     """Rows of a table: loss of one run minus that of another, with Welch's 95% interval over their seeds."""
     rows = []
-    for (a, first), (b, second) in itertools.combinations(groups.items(), 2):
+    for (a, first), (b, second) in itertools.combinations(read.items(), 2):
         row = {}
-        for T in lengths:
-            losses = [np.array([x["loss"] for x in read_at(seeds, T)], float) for seeds in (second, first)]
-            if min(map(len, losses)) > 1:
-                row[f"T = {T}"] = "{:+.3f} ({:+.3f} .. {:+.3f})".format(*welch(*losses)[:3])
+        for T in sorted(first.keys() & second.keys()):
+            of_first = np.array([x["loss"] for x in first[T]], float)  # None is NaN
+            of_second = np.array([x["loss"] for x in second[T]], float)
+            if min(len(of_first), len(of_second)) > 1:
+                change, low, high, *_ = welch(of_second, of_first)
+                row[f"T = {T}"] = f"{change:+.3f} ({low:+.3f} .. {high:+.3f})"
         if row:
             rows.append({"loss, 95% interval over the seeds": f"{b} minus {a}", **row})
     return rows
 
 
-def costs(groups):
-    """Rows of a table: memory, speed and states of each run's first seed, at the longest length that was read."""
-    rows = []
-    for name, (run, *_) in groups.items():
-        x = run.lengths[-1]
-        loud = loudest(run.state_norms)
-        rows.append({**x, "name": name, "first_state": run.lengths[0]["state_bytes_per_sequence"] / MIB,
-                     "state": x["state_bytes_per_sequence"] / MIB, "peak": (x["peak_bytes"] or math.nan) / MIB,
-                     "rms_trained": loud.get(run.block_size), "rms": loud.get(x["length"])})
-    return rows
-
-
-def loudest(state_norms):
-    """{position: largest RMS of the branches' states, NaN if one is not finite}."""
-    branches = list(state_norms.values())
-    if not branches:
-        return {}
-    largest = np.array([branch["rms"] for branch in branches], float).max(0)
-    return dict(zip(branches[0]["positions"], largest.tolist(), strict=True))
+def costs(name, run):
+    """What the table of memory, speed and states says of a run, at the longest length that was read."""
+    shortest = run.lengths[0]
+    x = run.lengths[-1]
+    loudest = {}  # position: largest RMS of the branches' states, NaN if one is not finite
+    for branch in run.state_norms.values():
+        for position, rms in zip(branch["positions"], np.array(branch["rms"], float), strict=True):
+            loudest[position] = np.maximum(rms, loudest.get(position, rms))
+    return {**x, "name": name, "first_state": shortest["state_bytes_per_sequence"] / MIB,
+            "state": x["state_bytes_per_sequence"] / MIB, "peak": (x["peak_bytes"] or math.nan) / MIB,
+            "rms_trained": loudest.get(run.block_size), "rms": loudest.get(x["length"])}
 
 
 def page(runs):
     """Perplexity at each length, differences over seeds, memory and speed."""
-    groups = by_name(runs)
+    groups = {}  # name without the seed: a row per seed
+    for r in runs.itertuples():
+        groups.setdefault(re.sub(r", seed \d+", "", r.run), []).append(r)
+    read = {name: by_length(seeds) for name, seeds in groups.items()}
     lengths = sorted({x["length"] for lengths in runs.lengths for x in lengths})
     rows = []
-    for name, seeds in groups.items():
-        row = {"run": name, "trained at": seeds[0].block_size}
-        for T in lengths:
-            at = read_at(seeds, T)
-            row[f"T = {T}"] = perplexity(at) if len(at) == len(seeds) else DASH
-        rows.append(row)
+    for name, at in read.items():
+        cells = {f"T = {T}": perplexity(at[T]) if T in at else DASH for T in lengths}
+        rows.append({"run": name, "trained at": groups[name][0].block_size, **cells})
     threads, precisions = (" and ".join(map(str, runs[key].unique())) for key in ("threads", "dtype"))
     most = max(map(len, groups.values()))
     about = f"{in_words(runs.text.iloc[0])}; {threads} threads, {precisions}; up to {most} training seeds each"
     if len({text["sha256"] for text in runs.text}) > 1:
         about += "; NOT all curves are of the same text: do not compare them"
-    return pages.Page([], [escaped(f"{about}.")], panels(groups), [
-        table(rows), PERPLEXITY, table(differences(groups, lengths)),
-        table(costs(groups), COSTS)])
+    of_first_seeds = [costs(name, seeds[0]) for name, seeds in groups.items()]
+    return pages.Page([], [escaped(f"{about}.")], panels(read, {*runs.block_size}), [
+        table(rows),
+        PERPLEXITY,
+        table(differences(read)),
+        table(of_first_seeds, COSTS)])
 
 
-def panels(groups):
+def panels(read, trained):
     """Perplexity against T (Figure 1, right), and the gain from the longer past, place by place."""
     of_length = []
     of_place = []
-    trained = set()
-    for name, seeds in groups.items():
-        trained.update(r.block_size for r in seeds)
-        lengths = [x["length"] for x in min((r.lengths for r in seeds), key=len)]  # that all seeds have read
-        read = [r.lengths[:len(lengths)] for r in seeds]
-        losses = over_seeds(read, lambda lengths, key: [x[f"loss{key}"] for x in lengths])
-        of_length.append(Curve(name, name, lengths, *map(np.exp, losses)))
-        last = [lengths[-1].get("difference_by_place") for lengths in read]
-        if all(last):
+    for name, at in read.items():
+        mean, error = np.transpose([over_seeds(measured, "loss") for measured in at.values()])
+        low = np.exp(mean - error)
+        high = np.exp(mean + error)
+        of_length.append(Curve(name, name, list(at), np.exp(mean), low, high))
+        *_, longest = at.values()
+        last = [x["difference_by_place"] for x in longest if "against" in x]
+        if last:
+            mean, error = over_seeds(last, "difference")
             middles = [math.sqrt(max(1, low) * high) for low, high in itertools.pairwise(last[0]["edges"])]
-            gains = over_seeds(last, lambda by, key: by[f"difference{key}"])
-            of_place.append(Curve(name, name, middles, *gains))
+            of_place.append(Curve(name, name, middles, mean, mean - error, mean + error))
     drawn = [Panel("Perplexity", "sequence length T", "perplexity", of_length, "xy", trained)]
     if of_place:
         drawn.append(Panel("Gain from the longer past", "place in the longest sequence",
                            "loss at the longest T minus at the trained", of_place, "x", trained))
     return drawn
-
-
-def over_seeds(records, values_of):
-    """(mean, low, high) over seeds: plus and minus the standard error, or of one seed that over its sequences.
-
-    values_of(record, ""), values_of(record, "_standard_error"): the values of a seed, and their errors.
-    """
-    mean, error = mean_and_error([values_of(record, "") for record in records])
-    if len(records) == 1:
-        error = values_of(records[0], "_standard_error")
-    mean, error = np.array(mean, float), np.array(error, float)  # None is NaN, a hole
-    return mean, mean - error, mean + error
 
 
 write = functools.partial(pages.report, "extrapolation", "Extrapolation", page)
