@@ -16,6 +16,10 @@ Runs with the same seed are pairs: they see the same tokens in the same order, a
 start from the same values (initialisation.py). The closer two models are, the more of their noise is shared. An
 interval that contains 1 says how far apart the two may be: they are equal only within that. How often an interval
 misses the truth: experiments/duel_simulation.py.
+
+A family at a size has `documents` {tokens of the budget: {seed: losses (documents,)}}, `weights` (documents,): tokens
+of each, `search` {rate: {seed: loss}}, inf for a diverged run, and `search_noise`: (variance over seeds of a reported
+run of the search's budget, degrees of freedom).
 """
 
 import math
@@ -31,12 +35,12 @@ Winner = namedtuple("Winner", "family reason")  # name or None; sentence
 CONFIDENCE = 0.95
 
 
-def best_rate(losses_by_rate):
+def best_rate(search):
     """The vertex of a parabola in log rate through the best rate and its neighbours: a BestRate, or None without runs.
 
-    losses_by_rate: {rate: losses over seeds}; inf for a diverged run, which makes its rate the worst.
+    search: {rate: {seed: loss}}; inf for a diverged run, which makes its rate the worst.
     """
-    means = {rate: float(np.mean(losses)) for rate, losses in sorted(losses_by_rate.items()) if len(losses)}
+    means = {rate: float(np.mean(list(losses.values()))) for rate, losses in sorted(search.items()) if losses}
     rates = list(means)
     losses = np.array([*means.values()])
     if not np.isfinite(losses).any():
@@ -98,19 +102,19 @@ def look_at_search(search, noise):
                     variance * slopes @ slopes / len(seeds), df)
 
 
-def rate_variance(a, b, noise=None):
-    """(variance, degrees of freedom) that choosing both learning rates adds to a difference of losses. None if the
-    searches cannot tell: the best rate is at the edge, or each rate ran once and `noise` is not known.
+def rate_variance(a, b):
+    """(variance, degrees of freedom) that choosing both families' learning rates adds to a difference of losses. None
+    if the searches cannot tell: the best rate is at the edge, or each rate ran once and no noise is known.
 
     A rate that is off by e (of its logarithm) costs c e^2 nats, c: curvature of the search's parabola. The vertex is
     off because the losses of the search are noisy: with several seeds by the residuals over seeds and rates, which two
-    families with the same seeds may share; with one seed by `noise`, (variance over seeds of a run of that budget,
-    degrees of freedom). The variance is the second moment of c_a e_a^2 - c_b e_b^2, for normal e.
-
-    a, b: {rate: {seed: loss}}, inf for a diverged run.
+    families with the same seeds may share; with one seed by the `search_noise` of both. The variance is the second
+    moment of c_a e_a^2 - c_b e_b^2, for normal e.
     """
-    a = look_at_search(a, noise)
-    b = look_at_search(b, noise)
+    variances, dfs = np.transpose([a.search_noise, b.search_noise])
+    noise = (variances @ dfs / dfs.sum(), dfs.sum()) if dfs.any() else None
+    a = look_at_search(a.search, noise)
+    b = look_at_search(b.search, noise)
     if a is None or b is None:
         return None
     covariance = 0.0  # of e_a and e_b
@@ -218,6 +222,23 @@ def difference(a, b, tokens, pooled=None, paired=False, rates=None):
                       math.sqrt(max(0.0, of_documents)), math.sqrt(of_rates))
 
 
+def mean_losses(by_seed, weights):
+    """(seeds,) of {seed: losses (documents,)}."""
+    return np.array(list(by_seed.values())) @ weights / weights.sum()
+
+
+def difference_of(families, a, b, values_of, rates=None):
+    """`difference` of two families by values_of(family), {seed: values (documents,)}, with the SD pooled over all
+    families of the size; None if one of the two has no values."""
+    of_a = values_of(a)
+    of_b = values_of(b)
+    if not (of_a and of_b):
+        return None
+    pooled = pooled_sd([mean_losses(values, a.weights) for values in map(values_of, families) if values])
+    x, y = (np.array(list(values.values())) for values in (of_a, of_b))
+    return difference(x, y, a.weights, pooled, of_a.keys() == of_b.keys(), rates)
+
+
 # ---------------------------------------------------------------------------------------------------------- multipliers
 
 def changes(runs, tokens, main):
@@ -227,19 +248,20 @@ def changes(runs, tokens, main):
     return np.array([runs[tokens][seed] - runs[main][seed] for seed in common])
 
 
-def point_of_curve(runs, tokens, main, weights, pooled):
-    """(x, y, se, df) of a Curve at a budget, None if its noise is not known. pooled: (SD, degrees of freedom), None."""
-    change = changes(runs, tokens, main)
+def point_of_curve(family, tokens, main, families):
+    """(x, y, se, df) of a Curve at a budget, None if its noise is not known."""
+    w = family.weights / family.weights.sum()
+    change = changes(family.documents, tokens, main)
     if not len(change):
         return None
-    mean_change = change @ (weights / weights.sum())
-    spread = pooled or pooled_sd([mean_change])
+    others = [changes(other.documents, tokens, main) for other in families]
+    spread = pooled_sd([other @ w for other in others if len(other)]) or pooled_sd([change @ w])
     if not spread:
         return None
     sd, df = spread
-    documents, df_documents = document_variance(change, np.zeros((1, len(weights))), weights)
+    documents, df_documents = document_variance(change, np.zeros((1, len(w))), family.weights)
     total, df, _ = t_sum([(sd**2 / len(change), df), (max(0.0, documents), df_documents)])
-    return math.log(tokens / main), float(mean_change.mean()), math.sqrt(total), df
+    return math.log(tokens / main), float((change @ w).mean()), math.sqrt(total), df
 
 
 def powers(x, degree):
@@ -250,16 +272,16 @@ def powers(x, degree):
 class Curve:
     """A family's loss at its budgets relative to the main one, from seeds that were run at both.
 
-    runs {tokens: {seed: losses (documents,)}}; main: tokens; weights (documents,); pooled {tokens: (SD over seeds of
-    the change from the main budget, degrees of freedom), or None}: from all families of a size. x: log(tokens / main),
-    ascending; y: loss minus the loss at the main budget, with se and degrees of freedom df. A budget whose noise is not
-    known (one seed, nothing pooled) is left out. known: the loss clearly falls with the budget, by two standard errors.
+    main: tokens; families: those of the size, over which the SD of the change from the main budget is pooled. x:
+    log(tokens / main), ascending; y: loss minus the loss at the main budget, with se and degrees of freedom df. A
+    budget whose noise is not known (one seed, nothing pooled) is left out. known: the loss clearly falls with the
+    budget, by two standard errors.
     """
 
-    def __init__(self, runs, main, weights, pooled=None):
+    def __init__(self, family, main, families):
         points = [(0.0, 0.0, 0.0, 1.0)]
-        for tokens in runs.keys() - {main}:
-            point = point_of_curve(runs, tokens, main, weights, (pooled or {}).get(tokens))
+        for tokens in family.documents.keys() - {main}:
+            point = point_of_curve(family, tokens, main, families)
             if point:
                 points.append(point)
         self.x, self.y, self.se, self.df = np.array(sorted(points)).T

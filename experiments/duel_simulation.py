@@ -10,6 +10,7 @@ import json
 import math
 import sys
 import time
+from collections import namedtuple
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,43 +40,51 @@ def law(budget):
     return 1.4 + B * (budget**-K - 1)
 
 
+Simulated = namedtuple("Simulated", "documents weights search search_noise")  # what compare.py reads of a family
+
+
+def noise(rng, seeds, sd, sd_by_file):
+    """(seeds, files)"""
+    return sd * rng.standard_normal((seeds, 1)) + sd_by_file * rng.standard_normal((seeds, FILES))
+
+
 def duel(rng, seeds, times=1.0, correlation=None, search=4):
     """A simulated duel in which a needs `times` b's tokens: (Difference, Multiplier).
 
     seeds: of each family; correlation: of the noise of two runs with the same seed, which are then compared in pairs,
     also in the search; None: the families have different seeds; search: seeds of the search.
     """
-    r, tokens = correlation or 0.0, np.exp(rng.normal(0, 1, FILES))
-    w, best = tokens / tokens.sum(), 2e-3 * 2 ** rng.uniform(-0.5, 0.5)
-    level, effect = rng.normal(0, 0.25, FILES), BY_FILE * rng.standard_normal(FILES)
-    normal = lambda *shape: rng.standard_normal(shape)
-    noise_like = lambda *shape: SEED * normal(*shape[:-1], 1) + SEED_BY_FILE * normal(*shape)
-    searched, shared = normal(len(RATES), search), noise_like(seeds, FILES)
-    runs, searches, half = [], [], []
-    for factor, tilt in ((times, effect), (1.0, 0.0)):
-        noise_of_search = math.sqrt(r) * searched + math.sqrt(1 - r) * normal(len(RATES), search)
-        cost = CURVATURE * np.log(RATES / best) ** 2
-        losses = cost[:, None] + normal(1, search) * 2 * SEED + SEARCH * noise_of_search
-        searches.append({rate: dict(enumerate(row)) for rate, row in zip(RATES.tolist(), losses.tolist(), strict=True)})
-        rate = compare.best_rate({rate: list(by.values()) for rate, by in searches[-1].items()}).rate
-        noise = math.sqrt(r) * shared + math.sqrt(1 - r) * noise_like(seeds, FILES)
-        noise += level + tilt + CURVATURE * math.log(rate / best) ** 2
-        change = lambda: CHANGE * normal(seeds, 1) + CHANGE_BY_FILE * normal(seeds, FILES)
-        runs.append({b: law(b / factor) + noise + (change() if b < 1 else 0) for b in BUDGETS})
-        half.append(runs[-1][0.5] @ w)
-    known = np.mean([np.var(x, ddof=1) for x in half]), 2 * (seeds - 1)
-    (a, b), by_seed = runs, [{t: dict(enumerate(x)) for t, x in of.items()} for of in runs]
-    pooled = {t: compare.pooled_sd([compare.changes(of, t, 1.0) @ w for of in by_seed]) for t in BUDGETS[:-1]}
-    d = compare.difference(a[1.0], b[1.0], tokens, compare.pooled_sd([a[1.0] @ w, b[1.0] @ w]),
-                           paired=correlation is not None, rates=compare.rate_variance(*searches, known))
-    return d, compare.multiplier(d, *(compare.Curve(of, 1.0, tokens, pooled) for of in by_seed))
+    shared, own = np.sqrt([correlation or 0.0, 1 - (correlation or 0.0)])
+    tokens = np.exp(rng.normal(0, 1, FILES))
+    best = 2e-3 * 2 ** rng.uniform(-0.5, 0.5)
+    level = rng.normal(0, 0.25, FILES)
+    effect = BY_FILE * rng.standard_normal(FILES)
+    in_search = shared * rng.standard_normal((len(RATES), search))
+    in_runs = shared * noise(rng, seeds, SEED, SEED_BY_FILE)
+    families = []
+    for factor, tilt, first_seed in (times, effect, 0), (1.0, 0.0, seeds if correlation is None else 0):
+        of_search = SEARCH * (in_search + own * rng.standard_normal(in_search.shape))
+        of_search += 2 * SEED * rng.standard_normal((1, search)) + CURVATURE * np.log(RATES / best)[:, None] ** 2
+        searched = {rate: dict(enumerate(losses)) for rate, losses in zip(RATES.tolist(), of_search, strict=True)}
+        off = math.log(compare.best_rate(searched).rate / best)
+        losses = level + tilt + CURVATURE * off**2 + in_runs + own * noise(rng, seeds, SEED, SEED_BY_FILE)
+        documents = {}
+        for budget in BUDGETS:
+            change = noise(rng, seeds, CHANGE, CHANGE_BY_FILE) if budget < 1 else 0
+            documents[budget] = dict(enumerate(law(budget / factor) + losses + change, first_seed))
+        half = compare.mean_losses(documents[0.5], tokens)
+        families.append(Simulated(documents, tokens, searched, (half.var(ddof=1), seeds - 1)))
+    rates = compare.rate_variance(*families)
+    d = compare.difference_of(families, *families, lambda family: family.documents[1.0], rates)
+    return d, compare.multiplier(d, *(compare.Curve(family, 1.0, families) for family in families))
 
 
 def misses(simulations, rng=0, times=1.0, **design):
     """Share of simulated duels whose 95% interval for the multiplier of tokens misses the truth."""
-    rng, missed = np.random.default_rng(rng), 0
+    rng = np.random.default_rng(rng)
+    missed = 0
     for _ in range(simulations):
-        d, m = duel(rng, times=times, **design)
+        _, m = duel(rng, times=times, **design)
         missed += not m.low <= times <= m.high
     return missed / simulations
 
@@ -83,11 +92,12 @@ def misses(simulations, rng=0, times=1.0, **design):
 def grown(simulations, until):
     """Share of duels of equals that end with an interval without 0, if seeds are added up to the last of LOOKS, until
     the interval is "narrow" (half of it at most .007 nats), or until it "decides" (has no 0)."""
-    rng, missed, w = np.random.default_rng(0), 0, np.ones(1)
+    rng = np.random.default_rng(0)
+    missed = 0
     for _ in range(simulations):
         a, b = 0.01 * rng.standard_normal((2, LOOKS[-1], 1))
         for n in LOOKS:
-            d = compare.difference(a[:n], b[:n], w, paired=True)
+            d = compare.difference(a[:n], b[:n], np.ones(1), paired=True)
             excludes = not d.low <= 0 <= d.high
             if excludes if until == "decides" else d.high - d.low <= 0.014:
                 break
@@ -103,7 +113,7 @@ def record(simulations):
     designs += [(*design, times) for design in ((16, 0.7, 4), (3, None, 1)) for times in (1.05, 1.1, 1.3, 2.0)]
     cells = [dict(zip(("seeds", "correlation", "search", "times"), design, strict=True)) for design in designs]
     with ProcessPoolExecutor() as pool:
-        runs = [pool.submit(misses, simulations, rng=i, **cell) for i, cell in enumerate(cells)]
+        runs = [pool.submit(misses, simulations, i, **cell) for i, cell in enumerate(cells)]
         added = {until: pool.submit(grown, simulations, until) for until in ("narrow", "decides")}
         for cell, run in zip(cells, runs, strict=True):
             cell["misses"] = run.result()

@@ -178,7 +178,7 @@ def entry_of(model, size, cells):
     for rate, group in tried.groupby("learning_rate"):
         search[rate] = dict(zip(group.seed, group.loss, strict=True))
     searched = int(tried.tokens.max()) if len(tried.tokens.dropna()) else 0
-    best = compare.best_rate({rate: list(losses.values()) for rate, losses in search.items()})
+    best = compare.best_rate(search)
     if best:
         said = [f"{rate} {f'{loss:.4f}' if math.isfinite(loss) else 'diverged'}" for rate, loss in best.tried.items()]
         notes.append(f"learning rates tried for {human(searched)} tokens, with the loss on the first half of the "
@@ -213,48 +213,19 @@ def entry_of(model, size, cells):
 
 # -------------------------------------------------------------------------------------------------------------- numbers
 
-def difference(families, a, b, values_of, rates=None):
-    """The compare.Difference of two Entries by values_of(Entry), {seed: values (documents,)}; families: all of the
-    size, over which the SD is pooled; rates: variance from the learning rates."""
-    of_a = values_of(a)
-    of_b = values_of(b)
-    if not (of_a and of_b):
-        return None
-    over_seeds = []
-    for values in map(values_of, families):
-        if values:
-            over_seeds.append(rows_of(values) @ a.weights / a.weights.sum())
-    paired = of_a.keys() == of_b.keys()
-    return compare.difference(rows_of(of_a), rows_of(of_b), a.weights, compare.pooled_sd(over_seeds), paired, rates)
-
-
-def rows_of(by_seed):
-    """(seeds, documents) of {seed: (documents,)}."""
-    return np.array(list(by_seed.values()))
-
-
-def rate_variance(a, b):
-    """compare.rate_variance of two Entries."""
-    df = a.search_noise[1] + b.search_noise[1]
-    noise = None
-    if df:
-        noise = sum(variance * df_of_one for variance, df_of_one in (a.search_noise, b.search_noise)) / df, df
-    return compare.rate_variance(a.search, b.search, noise)
-
-
 def pair_rows(families, a, b):
     """A row per budget that two Entries have in common: the difference, what a needs of b's tokens, FLOPs and seconds
     for the same loss, and by how many nats the curve of a falls over the paper's claim. That of the compared budget
     says how the difference changes with the budgets."""
     budgets = sorted(a.documents.keys() & b.documents.keys())
-    rates = rate_variance(a, b)
+    rates = compare.rate_variance(a, b)
     rows = []
     for tokens in budgets:
-        d = difference(families, a, b, lambda e, at=tokens: e.documents.get(at, {}), rates)
+        d = compare.difference_of(families, a, b, lambda e, at=tokens: e.documents.get(at, {}), rates)
         n_a, n_b = (len(e.documents[tokens]) for e in (a, b))
         row = {"size": a.size, "a": a.model, "b": b.model, "names": f"{name_of(a.model)} / {name_of(b.model)}",
                "budget": tokens, "D": human(tokens), "seeds": f"{n_a}" if n_a == n_b else f"{n_a}, {n_b}",
-               "is_main": tokens == a.main, **multipliers(families, a, b, tokens, budgets, d)}
+               "is_main": tokens == a.main, **multipliers(families, a, b, tokens, d)}
         if d:
             row |= d._asdict()
             if rates is None:
@@ -265,21 +236,15 @@ def pair_rows(families, a, b):
     if "mean" in main and len(rows) > 1:
         main["crossings"] = crossings(rows)
     if len(shorter) > 1:
-        trend = difference(families, a, b, lambda e: e.trend(shorter))
+        trend = compare.difference_of(families, a, b, lambda e: e.trend(shorter))
         if trend:
             main |= {"trend": trend.mean, "trend_low": trend.low, "trend_high": trend.high}
     return rows
 
 
-def multipliers(families, a, b, tokens, budgets, d):
+def multipliers(families, a, b, tokens, d):
     """The part of a row of `pair_rows` that is read off the curves over budgets; d: the Difference at `tokens`."""
-    weights = a.weights / a.weights.sum()
-    pooled = {}
-    for other in budgets:
-        changes = [compare.changes(e.documents, other, tokens) for e in families]
-        pooled[other] = compare.pooled_sd([change @ weights for change in changes if len(change)])
-    curve_a = compare.Curve(a.documents, tokens, weights, pooled)
-    curve_b = compare.Curve(b.documents, tokens, weights, pooled)
+    curve_a, curve_b = (compare.Curve(e, tokens, families) for e in (a, b))
     m = compare.multiplier(d, curve_a, curve_b)
     costs = {"tokens": m, "FLOPs": compare.times(m, math.log(a.flops() / b.flops()))}
     log_seconds = compare.welch(a.log_seconds(), b.log_seconds())
@@ -328,7 +293,8 @@ def winner(families):
 
     def p_of(*names):
         a, b = (by_name[name] for name in names)
-        d = difference(families, a, b, lambda e: e.documents.get(a.main, {}), rate_variance(a, b))
+        rates = compare.rate_variance(a, b)
+        d = compare.difference_of(families, a, b, lambda e: e.documents.get(a.main, {}), rates)
         return d and d.p
 
     return compare.winner({name: e.mean for name, e in by_name.items()}, p_of)

@@ -332,7 +332,7 @@ def searched(preset, folder, model, size, rates):
 
     Rates that an earlier command tried beyond them do not count: the choice is the same however often it is stopped.
     """
-    losses = {rate: [] for rate in rates}
+    losses = {rate: {} for rate in rates}
     for cell in search_cells(preset, model, size, rates):
         try:
             loss = read_run(folder / cell.name, cell.at)["loss_of_choosing_files"]
@@ -340,7 +340,7 @@ def searched(preset, folder, model, size, rates):
             if "diverged" not in str(reason):
                 return None
             loss = math.inf
-        losses[cell.at["learning_rate"]].append(loss)
+        losses[cell.at["learning_rate"]][cell.at["seed"]] = loss
     return best_rate(losses)
 
 

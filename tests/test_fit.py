@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pandas
@@ -280,11 +281,11 @@ def test_the_ratio_at_half_the_rates():
 
 def test_the_rate_is_the_vertex_of_a_parabola():
     loss = {rate: 1.4 + 0.05 * math.log(rate / 3.1e-3) ** 2 for rate in (1e-3, 2e-3, 4e-3, 8e-3)}
-    best = lambda *rates: compare.best_rate({rate: [loss[rate] - 0.1, loss[rate] + 0.1] for rate in rates})[:2]
+    best = lambda *rates: compare.best_rate({rate: {1: loss[rate] - 0.1, 2: loss[rate] + 0.1} for rate in rates})[:2]
     assert best(*loss) == (pytest.approx(3.1e-3, rel=0.01), None)
     assert best(4e-3, 8e-3) == (4e-3, 2e-3) and best(1e-3, 2e-3) == (2e-3, 4e-3)
-    assert compare.best_rate({1e-3: [1.5], 2e-3: [1.4], 4e-3: [math.inf, 1.3]})[:2] == (2e-3, None)  # one seed diverged
-    assert compare.best_rate({1e-3: [math.inf]}) is None and compare.best_rate({}) is None
+    assert compare.best_rate({1e-3: {1: 1.5}, 2e-3: {1: 1.4}, 4e-3: {1: math.inf, 2: 1.3}})[:2] == (2e-3, None)
+    assert compare.best_rate({1e-3: {1: math.inf}}) is None and compare.best_rate({}) is None
 
 
 W = np.arange(1.0, 10)  # tokens of nine documents
@@ -355,10 +356,16 @@ def test_a_negative_variance_over_documents_takes_at_most_three_tenths_of_the_se
     assert min(shares) < -0.3 and any(-0.3 < share < 0 for share in shares)
 
 
+def trained(documents=None, weights=None, search=None, noise=(0, 0)):
+    """A family at a size."""
+    return SimpleNamespace(documents=documents, weights=weights, search=search, search_noise=noise)
+
+
 def curve_of(loss, budgets=(2**18, 2**19, 2**20), noise=0.0, rng=None):
     rng = rng or np.random.default_rng(0)
-    return compare.Curve({t: {s: loss(t) + noise * rng.standard_normal() + np.zeros(9) for s in range(3)}
-                          for t in budgets}, 2**20, np.ones(9))
+    runs = {t: {s: loss(t) + noise * rng.standard_normal() + np.zeros(9) for s in range(3)} for t in budgets}
+    same = trained(runs, np.ones(9))
+    return compare.Curve(same, 2**20, [same])
 
 
 def power_law(tokens):
@@ -413,10 +420,11 @@ def test_the_error_of_a_curve_is_in_the_multiplier():
         m = compare.multiplier(exactly(gap), noisy, curve_of(power_law))
         assert (m.low < m.value < m.high) == (gap < 0)
     change = 0.02 * rng.standard_normal(40)  # of each document: other ones would have another curve
-    runs = {2**19: {s: 1 + change for s in range(3)}, 2**20: {s: np.ones(40) for s in range(3)}}
+    same = trained({2**19: {s: 1 + change for s in range(3)}, 2**20: {s: np.ones(40) for s in range(3)}}, np.ones(40))
+    other = trained({2**19: {s: 0.1 * s * np.ones(40) for s in range(3)}, 2**20: same.documents[2**20]})
     variance = change.var(ddof=1) / 40
-    for pooled, of_seeds in (None, 0.0), ({2**19: (0.1, 7)}, 0.1**2 / 3):  # of all families of the size
-        assert compare.Curve(runs, 2**20, np.ones(40), pooled).se[0] ** 2 == pytest.approx(variance + of_seeds)
+    for families, of_seeds in ([same], 0.0), ([other], 0.1**2 / 3):  # all of the size
+        assert compare.Curve(same, 2**20, families).se[0] ** 2 == pytest.approx(variance + of_seeds)
 
 
 def search_of(best, noise):
@@ -435,9 +443,9 @@ def test_the_error_of_the_chosen_rates_is_what_they_cost(correlation):
         best = 2.8e-3 * 2 ** rng.uniform(-0.3, 0.3)
         common, *own = rng.standard_normal((3, 4, 4))
         searches = [search_of(best, correlation**0.5 * common + (1 - correlation) ** 0.5 * noise) for noise in own]
-        rates = [compare.best_rate({rate: list(x.values()) for rate, x in search.items()}).rate for search in searches]
+        rates = [compare.best_rate(search).rate for search in searches]
         costs.append(0.05 * (math.log(rates[0] / best) ** 2 - math.log(rates[1] / best) ** 2))
-        told.append(compare.rate_variance(*searches)[0])
+        told.append(compare.rate_variance(*(trained(search=search) for search in searches))[0])
     ratio = np.mean(told) / np.mean(np.square(costs))
     assert 0.7 < ratio < (1.4 if correlation == 0 else 2.5)  # what is shared cancels, but for the noise of estimates
 
@@ -453,7 +461,7 @@ def test_the_variance_of_rates_is_that_of_a_parabolas_vertex():
     curvature = np.polyfit(np.log(rates[:3]), losses[:3], 2)[0]
     slopes = np.array([(vertex(losses[:3] + h) - vertex(losses[:3] - h)) / 2e-6 for h in 1e-6 * np.eye(3)])
     once = {rate: {1: loss} for rate, loss in zip(rates, losses, strict=True)}
-    variance, df = compare.rate_variance(once, once, (1e-4, 12))
+    variance, df = compare.rate_variance(trained(search=once, noise=(0.5e-4, 6)), trained(search=once, noise=(1.5e-4, 6)))
     assert variance == pytest.approx(4 * (curvature * 1e-4 * slopes @ slopes) ** 2 / (1 + 2 / 12), rel=1e-5)
     assert df == 12 / 4
 
@@ -464,7 +472,7 @@ def test_the_error_of_rates_that_a_search_cannot_tell():
     once = {rate: {1: losses[0]} for rate, losses in inside.items()}
     neighbour = inside | {2e-3: {seed: math.inf for seed in range(4)}}
     for a, b in (inside, edge), (inside, {}), (once, once), (inside, neighbour):
-        assert compare.rate_variance(a, b) is None
+        assert compare.rate_variance(trained(search=a), trained(search=b)) is None
     a, b = draw(rng), draw(rng)
     without, with_it = (compare.difference(a, b, W, rates=rates) for rates in (None, (1e-4, 3.0)))
     assert with_it.se**2 == pytest.approx(without.se**2 + 1e-4) and with_it.rates_se == pytest.approx(0.01)
