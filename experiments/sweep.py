@@ -25,7 +25,6 @@ import os
 import re
 import shlex
 import sys
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -40,7 +39,7 @@ from experiments.records import KINDS, check_packages, label_settings, read_run,
 from experiments.sweeps import machine, runner  # noqa: E402
 from experiments.sweeps.experiment import Experiment, Report, Run  # noqa: E402
 from experiments.sweeps.runner import Cell  # noqa: E402
-from runtime.records import BadRecord, environment, is_finished  # noqa: E402
+from runtime.records import BadRecord, is_finished  # noqa: E402
 
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv")  # of the paper's Table 1
 SET_BY_THE_SWEEP = ("out_dir", "resume", "model", "pattern", "seed", "max_iters", "learning_rate", "warmup_iters",
@@ -56,7 +55,7 @@ class Size:
 
     argv: tuple = ()
     steps: int = None  # the budget of every reported seed; None: the config's own schedule
-    others: tuple = ()  # further budgets: the curve that multipliers are read off. Longer ones: of the first two seeds
+    budgets: tuple = ()  # further ones: the curve that multipliers are read off. Longer ones: of the first two seeds
     seeds: int = 1  # reported
     search: int = 0  # seeds of the search for a rate; 0: it follows from the sizes before, see rate_by_width
     rates: int = 4  # that a search begins with
@@ -105,7 +104,7 @@ LAW = {
 LAW_FAMILIES = ("longhorn", "mamba", "llama", "gla", "rwkv", "retnet", "gated_deltanet")
 # Ratios need the best families' shorter budgets; GLA and RetNet differ more from seed to seed.
 OF_LAW = Preset(LAW, LAW_FAMILIES, warmup=51, args=LAW_ARGS, one_by_one=True, folder="scaling_law", families={
-    **dict.fromkeys(("longhorn", "mamba"), {"others": (256, *LAW_OTHERS)}),
+    **dict.fromkeys(("longhorn", "mamba"), {"budgets": (256, *LAW_OTHERS)}),
     **dict.fromkeys(("gla", "retnet"), {"seeds": 4})})
 
 
@@ -130,8 +129,8 @@ PRESETS = {
             "--eval_interval=0", "--eval_tokens=0", "--log_interval=20", "--keep_checkpoints=1")),
     # To be run after its losses were predicted: the first seed's runs to 28 MB, and a larger size.
     "law_predicted": replace(OF_LAW, models=("longhorn", "mamba", "llama"), families={}, sizes={
-        "130K": replace(LAW["130K"], steps=28672, others=(), seeds=1),
-        "460K": replace(LAW["460K"], steps=28672, others=(), seeds=1),
+        "130K": replace(LAW["130K"], steps=28672, budgets=(), seeds=1),
+        "460K": replace(LAW["460K"], steps=28672, budgets=(), seeds=1),
         "1.5M": replace(LAW["1.5M"], seeds=0),
         "3.5M": Size(XL, 28672, (16384,))}),
     # Two controls: at half the rate; and with four times the tokens per step.
@@ -285,7 +284,7 @@ def reported_cells(preset, rates, folder=REPO / "out"):
         rate = rates[model, size]
         seed = FIRST_SEED + i + seed_offset(model)
         budgets = {s.steps}
-        budgets.update(b for b in s.others if b < s.steps or i < 2)  # a shorter one is a branch
+        budgets.update(b for b in s.budgets if b < s.steps or i < 2)  # a shorter one is a branch
         cells += seed_cells(preset, model, size, rate, seed, budgets, folder)
         if i == 0 and model == preset.models[0] and not preset.one_by_one:
             cells.append(make_cell(preset, "cosine", model, size, s.steps, rate, seed))
@@ -359,8 +358,7 @@ def search(preset, folder, size, grids, go):
 
 
 def find_rates(preset, folder, go, plan_only=False):
-    """({(model, size): rate}, {model: {width: rate}} of the searches); `go(cells)` runs what a search needs. A rate at
-    which seeds are reported already stays.
+    """{(model, size): rate}; `go(cells)` runs what a search needs. A rate at which seeds are reported already stays.
 
     plan_only: `go` runs nothing, and a search without a usable run has its middle rate.
     """
@@ -386,7 +384,7 @@ def find_rates(preset, folder, go, plan_only=False):
         if s.search:
             for model, by_width in found.items():
                 by_width[width[model]] = rates[model, size]
-    return rates, found
+    return rates
 
 
 START_SECONDS = 8.0  # imports, the check at the start, the evaluation
@@ -445,17 +443,6 @@ def whole_path(setting):
     return setting
 
 
-def slopes(found):
-    """What plan.json keeps of the line by which a family's rates follow from its searches: slope, standard error, and
-    the {width: rate} that it goes through; of families with three such or more."""
-    kept = {}
-    for model, rates in found.items():
-        if len(rates) >= 3:
-            line = line_of_rates(rates)
-            kept[model] = {"slope": line.slope, "stderr": line.stderr, "rates": rates}
-    return kept
-
-
 def about_sweep(args, preset, folder, before):
     """What plan.json says of the whole sweep; before: what it says now. Raises ConfigError where an earlier command had
     another size of a label."""
@@ -466,11 +453,9 @@ def about_sweep(args, preset, folder, before):
             raise ConfigError(f"{folder} has a size {label} of {' '.join(known[label])}: choose another label or --out")
     command = shlex.join(["python", "experiments/sweep.py", *sys.argv[1:]])
     is_paper = args.command == "paper" and not (args.steps or args.sizes or args.others)
-    where = environment()
     return {"preset": args.command, "paper": is_paper and before.get("paper", True), "warmup": preset.warmup,
             "models": list(dict.fromkeys([*before.get("models", ()), *preset.models])), "sizes": known | sizes,
-            "commands": list(dict.fromkeys([*before.get("commands", ()), command])),
-            "slopes": before.get("slopes", {}), "machine": where["gpu"] or where["cpu"], "cores": runner.cores()}
+            "commands": list(dict.fromkeys([*before.get("commands", ()), command]))}
 
 
 def check_data(cells):
@@ -575,7 +560,7 @@ class Sweep(Experiment):
         before = runner.read_plan(self.folder, new=True)  # one warmup per sweep, or its runs could not be compared
         self.preset = replace(self.preset, warmup=before.get("warmup", self.preset.warmup))
         searches = []
-        rates, _ = find_rates(self.preset, self.folder, searches.extend, plan_only=True)
+        rates = find_rates(self.preset, self.folder, searches.extend, plan_only=True)
         expected = [*searches, *reported_cells(self.preset, rates, self.folder)]
         expected = list({c.name: c for c in expected}.values())
         check_settings(expected)
@@ -593,9 +578,7 @@ class Sweep(Experiment):
         families = [(model,) for model in preset.models] if preset.one_by_one else [preset.models]
         for models in families:  # what is searched and reported before the next begins
             part = replace(preset, models=models)
-            rates, found = find_rates(part, self.folder, self.go)
-            self.whole["slopes"] |= slopes(found)
-            self.go(reported_cells(part, rates, self.folder))
+            self.go(reported_cells(part, find_rates(part, self.folder, self.go), self.folder))
 
     def go(self, cells):
         estimate(cells)
@@ -627,31 +610,27 @@ class Sweep(Experiment):
         preset = PRESETS[args.command]
         if args.command == "duel" and len(args.models) < 2:
             raise ConfigError("duel: give two families, as in: duel longhorn mamba")
-        given = {}
-        for text in args.sizes:
-            given |= sizes_of(text, PRESETS[args.command].sizes, self.check_set)
         models = args.models or preset.models
         for model in models:
             self.check_set(label_settings(model))
-        with_other_seeds = Counter(stem(m) for m in models if seed_offset(m))
-        for family, n in with_other_seeds.items():
-            if n > 1:
+        with_other_seeds = [stem(model) for model in models if seed_offset(model)]
+        for family in with_other_seeds:
+            if with_other_seeds.count(family) > 1:
                 raise ConfigError(f"{family}@WORD twice: both would have the same seeds")
-        first = next(iter(preset.sizes.values()))
-        sizes = preset.sizes
-        if given:
-            sizes = {label: replace(first, argv=argv) if argv else sizes[label] for label, argv in given.items()}
-        changes = {"seeds": args.seeds, "steps": args.steps, "others": args.budgets, "search": args.search}
-        changes = {key: value for key, value in changes.items() if value}
+        changes = {key: getattr(args, key) for key in ("seeds", "steps", "budgets", "search") if getattr(args, key)}
         if args.steps:
             changes["search_steps"] = None
-        sizes = {label: replace(size, **changes) for label, size in sizes.items()}
+        first = next(iter(preset.sizes.values()))
+        sizes = {}
+        for text in args.sizes or [",".join(preset.sizes)]:
+            for label, argv in sizes_of(text, preset.sizes, self.check_set).items():
+                size = replace(first, argv=argv) if argv else preset.sizes[label]
+                if not sizes and not size.search:  # the rate followed from another size's
+                    size = replace(size, search=first.search, search_steps=first.search_steps)
+                sizes[label] = replace(size, **changes)
         families = {}  # what the command line says is said of all
         for family, fields in preset.families.items():
             families[family] = {key: value for key, value in fields.items() if key not in changes}
-        smallest = next(iter(sizes))
-        if not sizes[smallest].search:  # it was another size's
-            sizes[smallest] = replace(sizes[smallest], search=first.search, search_steps=first.search_steps)
         return replace(preset, sizes=sizes, models=models, families=families,
                        args=(*preset.args, *map(whole_path, args.others)))
 

@@ -461,7 +461,8 @@ def test_the_variance_of_rates_is_that_of_a_parabolas_vertex():
     curvature = np.polyfit(np.log(rates[:3]), losses[:3], 2)[0]
     slopes = np.array([(vertex(losses[:3] + h) - vertex(losses[:3] - h)) / 2e-6 for h in 1e-6 * np.eye(3)])
     once = {rate: {1: loss} for rate, loss in zip(rates, losses, strict=True)}
-    variance, df = compare.rate_variance(trained(search=once, noise=(0.5e-4, 6)), trained(search=once, noise=(1.5e-4, 6)))
+    quiet, loud = (trained(search=once, noise=noise) for noise in ((0.5e-4, 6), (1.5e-4, 6)))
+    variance, df = compare.rate_variance(quiet, loud)
     assert variance == pytest.approx(4 * (curvature * 1e-4 * slopes @ slopes) ** 2 / (1 + 2 / 12), rel=1e-5)
     assert df == 12 / 4
 

@@ -303,7 +303,7 @@ def test_the_law_is_a_family_and_size_after_the_other():
         assert [(c.at["seed"], c.at["steps"] / 1024) for c in group] == list(itertools.product(seeds, budgets[::-1]))
         config = sweep.load(group[0].argv)
         assert (config.dtype, config.final_eval_tokens, config.eval_block_size) == ("float32", 0, 0)
-    assert preset.size("retnet", "60K").seeds == 4 and preset.size("mamba", "60K").others[0] == 256
+    assert preset.size("retnet", "60K").seeds == 4 and preset.size("mamba", "60K").budgets[0] == 256
     trained = [c.at["steps"] - c.at["from"] for c in groups[0][1][:7]]
     assert trained == [16384, 1638, 819, 410, 205, 102, 51]
     for size in ("60K", "130K", "250K"):  # the families are of a size
@@ -336,8 +336,8 @@ def test_the_rate_of_a_width_is_on_the_line_through_three():
     """By hand, in powers of two: a slope of -1/2 with an error of sqrt(1/12); of two, as 1 / width from the last."""
     found = {2**6: 2**-8, 2**7: 2**-9, 2**8: 2**-9}
     assert sweep.rate_by_width(found, 32) == pytest.approx(2 ** (-26 / 3 + 1))
-    kept = sweep.slopes({"gla": found, "llama": {64: 1e-3, 128: 1e-3}})
-    assert kept == {"gla": {"slope": pytest.approx(-0.5), "stderr": pytest.approx(12**-0.5), "rates": found}}
+    line = sweep.line_of_rates(found)
+    assert (line.slope, line.stderr) == pytest.approx((-0.5, 12**-0.5))
     assert sweep.rate_by_width({64: 5e-3, 128: 3e-3}, 96) == pytest.approx(4e-3)
 
 
@@ -473,7 +473,7 @@ LARGE = sweep.PRESETS["laptop"].sizes["1.5M"]
 
 @pytest.mark.parametrize("argv, sizes", [
     ("--sizes=460K --seeds=2 --steps=512 --budgets=128,256",
-     {"460K": replace(SMALL, steps=512, others=(128, 256), seeds=2)}),
+     {"460K": replace(SMALL, steps=512, budgets=(128, 256), seeds=2)}),
     ("--sizes=1.5M --search=4", {"1.5M": replace(LARGE, search=4)}),
     ("--sizes=1.5M --sizes=250K:n_embd=96", {  # the smallest has a search, as there is none before it
         "1.5M": replace(LARGE, search=2), "250K": replace(SMALL, argv=("--n_embd=96",))})])
@@ -572,7 +572,6 @@ def test_a_law_and_what_follows_it(tmp_path, pretend):
     slope, at_1 = np.polyfit(np.log([64, 128, 192]), np.log(list(best.values())), 1)
     on_line = {size: math.exp(at_1) * width**slope for size, width in (("60K", 40), ("250K", 96))}
     assert rates == pytest.approx(best | on_line, rel=3e-3)
-    assert runner.read_plan(tmp_path)["slopes"]["llama"]["slope"] == pytest.approx(slope)
     searches = {(at["size"], at["steps"]) for at in planned(tmp_path, "search").values()}
     assert searches == {("130K", 2048), ("460K", 2048), ("1.5M", 1024)}
     ran.clear()
