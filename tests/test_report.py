@@ -25,7 +25,6 @@ from scipy import stats
 from common.errors import ConfigError, printable
 from experiments import figures, pages, records, report, sweep
 from experiments import law as law_program
-from experiments.recall import report as recall_report
 
 RESULTS = Path(report.__file__).resolve().parents[1] / "results"
 # E, A, alpha, B, beta of each made-up family
@@ -343,11 +342,6 @@ def test_each_number_of_a_sweeps_pages_is_that_of_its_records(name, tmp_path, un
     report.write(RESULTS / f"{name}.json", tmp_path, accept_code=accepted.split(",") if accepted else ())
     for file in ("report.md", "points.csv"):
         assert (tmp_path / file).read_text() == (RESULTS / name / file).read_text()
-
-
-def test_each_number_of_a_page_of_recall_is_that_of_its_records(tmp_path, undrawn):
-    recall_report.write(RESULTS / "recall_steps.json", tmp_path / "recall_steps")
-    assert (tmp_path / "recall_steps.md").read_text() == (RESULTS / "recall_steps.md").read_text()
 
 
 def test_the_three_lines_of_the_documentation(monkeypatch):
