@@ -140,9 +140,9 @@ def snapshot(version, code, argv):
     if not holds(copy, version.files):
         raise ConfigError(f"{version.name} was edited while this program was starting: start it again")
     version.root = code / short_hash(sorted(version.files.items()))
-    if os.path.lexists(version.root) and not holds(version.root, version.files):
-        version.root.rename(tempfile.mkdtemp(dir=code, prefix="tmp-") + "/was")
-    if not version.root.exists():
+    if not holds(version.root, version.files):
+        with contextlib.suppress(FileNotFoundError):
+            version.root.rename(f"{copy}-was")
         copy.rename(version.root)
 
 
@@ -621,20 +621,17 @@ def training(head, edit, size, n):
     """Panels: the training losses of n pairs, and their difference with two standard errors."""
     import pandas
 
-    losses = []  # (tokens, seeds) of each side, running means, as a line of the log has one step's loss
+    runs = {}
     for side in (head, edit):
-        runs = []
         for seed in range(1, n + 1):
             log = read_log(side.folder / side.cell(seed).name, "train")
-            runs.append(pandas.DataFrame(log, columns=["tokens", "train_loss"], dtype=float).set_index("tokens"))
-        frame = pandas.concat(runs, axis=1, keys=range(n))
-        losses.append(frame.rolling(max(1, len(frame) // 16)).mean())
-    change = losses[1] - losses[0]
+            runs[side.name, seed] = pandas.Series({row["tokens"]: row["train_loss"] for row in log}, dtype=float)
+    losses = pandas.DataFrame(runs)
+    losses = losses.rolling(max(1, len(losses) // 16)).mean()  # a line of the log has one step's loss
+    change = losses[edit.name] - losses[head.name]
     mean = change.mean(axis=1)
     error = 2 * change.sem(axis=1)
-    curves = []
-    for side, of_side in zip((head, edit), losses, strict=True):
-        curves.append(Curve(side.name, side.name, of_side.index, of_side.mean(axis=1)))
+    curves = [Curve(name, name, losses.index, losses[name].mean(axis=1)) for name in (head.name, edit.name)]
     return [Panel(f"{size}: training loss", "tokens", "nats", curves),
             Panel(f"{size}: {edit.name} minus {head.name}, +- 2 standard errors", "tokens", "nats",
                   [Curve(edit.name, "", change.index, mean, mean - error, mean + error)])]
