@@ -142,7 +142,7 @@ class Update:
     """A row of the table: an objective, its update, and the claim about them.
 
     L, S: formulas of the two, with S' for S_prev. source: who claims that the update minimises the objective. holds:
-    whether it does; a different result is an error. mixers: families whose mixers run it.
+    whether it does; a different result is an error; None: nobody says. mixers: families whose mixers run it.
     """
 
     name: str
@@ -151,11 +151,10 @@ class Update:
     objective: Callable
     update: Callable
     source: str = "Table 4"
-    holds: bool = True
+    holds: bool | None = True
     note: str = ""
     mixers: tuple = ()
     elementwise: bool = False  # S is (d,)
-    added: bool = False  # by --add
 
 
 UPDATES = [
@@ -386,29 +385,20 @@ def diagonal_cost(N, correlation, writes, streams, seed, d=8):
 
 # ------------------------------------------------------------------------------------------------ the mixers that train
 # Convert an operator's arguments, with one row in the batch, and its last state to sequences for the updates above:
-# (S before, S after, k (T, N), x (T, d), [p of each step]).
-
-def steps(d, N, gates):
-    """The p of each step, from gates (T, ...)."""
-    ps = []
-    for values in zip(*gates.values(), strict=True):
-        ps.append(settings(d, N, **dict(zip(gates, values, strict=True))))
-    return ps
-
+# (S before, S after, k (T, N), x (T, d), {name in p: (T, ...)}).
 
 def scan_sequences(a, state):
-    d, N = state[0].shape
     if "dt" in a:
         x, k = a["x"][0], a["k"][0]
         gates = {"beta": torch.sigmoid(a["dt"][0] + a["dt_bias"])}
     else:
         x, k = a["u"][0], a["B"][0]
-        gates = {"delta": F.softplus(a["delta"][0] + a["delta_bias"]), "A": a["A"].expand(len(x), d, N)}
-    yield a["h0"][0], state[0], k, x, steps(d, N, gates)
+        gates = {"delta": F.softplus(a["delta"][0] + a["delta_bias"]), "A": a["A"].expand(len(x), -1, -1)}
+    yield a["h0"][0], state[0], k, x, gates
 
 
 def head_sequences(a, state):
-    _, T, H, d = a["v"].shape
+    _, T, H, _ = a["v"].shape
     k = a["k"].expand(-1, -1, H, -1)[0]  # (T, H, N)
     gates = {}  # (T, H, ...)
     if "beta" in a:
@@ -419,17 +409,17 @@ def head_sequences(a, state):
         gates["alpha" if decay.dim() == 3 else "gamma"] = decay
     for h in range(H):
         of_head = {name: gate[:, h] for name, gate in gates.items()}
-        yield a["state"][0, h].T, state[0, h].T, k[:, h], a["v"][0, :, h], steps(d, k.shape[-1], of_head)
+        yield a["state"][0, h].T, state[0, h].T, k[:, h], a["v"][0, :, h], of_head
 
 
 def wkv4_sequences(a, state):
     num, den, top = a["state"]
     z = den[0] * top[0].exp()
-    ps = []
+    decayed = []
     for k in a["k"][0]:
-        ps.append(settings(z.numel(), 1, z=z * (-a["decay"]).exp()))
-        z = ps[-1].z + k.exp()
-    yield (num / den)[0], (state[0] / state[1])[0], a["k"][0], a["v"][0], ps
+        decayed.append(z * (-a["decay"]).exp())
+        z = decayed[-1] + k.exp()
+    yield (num / den)[0], (state[0] / state[1])[0], a["k"][0], a["v"][0], {"z": torch.stack(decayed)}
 
 
 SEQUENCES = {"longhorn_scan": scan_sequences, "selective_scan": scan_sequences, "wkv4": wkv4_sequences,
@@ -438,23 +428,22 @@ SEQUENCES = {"longhorn_scan": scan_sequences, "selective_scan": scan_sequences, 
 
 
 @torch.no_grad()
-def operator_call(family, backend="", seed=0, T=12):
-    """The call of `family`'s mixer to its operator for T tokens, from a state that has already seen T.
+def operator_call(family, backend=""):
+    """The call of `family`'s mixer to its operator for some tokens, from a state that has already seen as many.
 
     The weights are random, because initial ones would leave every gate near its middle. Returns (the operator's name,
     {argument: tensor}, state after the call), all float64. Raises RuntimeError unless the mixer calls it exactly once.
     """
     config = model.ModelConfig(model=family, n_layer=1, n_head=2, n_embd=32, d_state=8, vocab_size=64, backend=backend)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        branch = model.LM(config).layers[0].branches[0]
-        for weight in branch.mixer.parameters():
-            weight.normal_(0.0, 0.5)
-        name, module = branch.mixer.operator, sys.modules[type(branch.mixer).__module__]
-        op = getattr(module, name)
-        _, state = branch.mixer(torch.randn(1, T, 32), branch.initial_state(1, "cpu"))
-        with mock.patch.object(module, name, wraps=op) as spy:
-            branch.mixer(torch.randn(1, T, 32), state)
+    torch.manual_seed(0)
+    mixer = model.LM(config).layers[0].branches[0].mixer
+    for weight in mixer.parameters():
+        weight.normal_(0.0, 0.5)
+    name, module = mixer.operator, sys.modules[type(mixer).__module__]
+    op = getattr(module, name)
+    _, state = mixer(torch.randn(1, 12, 32), mixer.initial_state(1, "cpu"))
+    with mock.patch.object(module, name, wraps=op) as spy:
+        mixer(torch.randn(1, 12, 32), state)
     if spy.call_count != 1:
         raise RuntimeError(f"{family}: its mixer called {name} {spy.call_count} times, not once")
     call = inspect.signature(op).bind(*spy.call_args.args, **spy.call_args.kwargs)
@@ -467,8 +456,9 @@ def mixer_off(family, update, backend=""):
     name, arguments, state = operator_call(family, backend)
     got = []
     true = []
-    for S, after, k, x, ps in SEQUENCES[name](arguments, state):
-        for t, p in enumerate(ps):
+    for S, after, k, x, gates in SEQUENCES[name](arguments, state):
+        for t in range(len(k)):
+            p = settings(x.shape[1], k.shape[1], **{name: gate[t] for name, gate in gates.items()})
             S = update(S, k[t], x[t], p)
         got.append(after)
         true.append(S)
@@ -479,8 +469,8 @@ def mixer_off(family, update, backend=""):
 # ------------------------------------------------------------------------------------------------ an update of your own
 
 def read_update(path):
-    """The row for a file that defines objective(S, S_prev, k, x, p) and update(S_prev, k, x, p), and optionally name,
-    note, L and S. Raises ConfigError."""
+    """The row for a file that defines objective(S, S_prev, k, x, p) and update(S_prev, k, x, p), and optionally name.
+    Raises ConfigError."""
     path = regular(path)
     try:
         given = runpy.run_path(str(path))
@@ -488,9 +478,8 @@ def read_update(path):
         raise ConfigError(f"--add={path}: it does not run ({type(error).__name__}: {error})") from error
     if not {"objective", "update"} <= given.keys():
         raise ConfigError(f"--add={path}: define objective(S, S_prev, k, x, p) and update(S_prev, k, x, p)")
-    words = {"name": path.stem, "L": f"objective in {path.name}", "S": f"update in {path.name}", "note": ""}
-    words = {key: str(given.get(key, word)) for key, word in words.items()}
-    return Update(**words, objective=given["objective"], update=given["update"], source="you", added=True)
+    return Update(str(given.get("name", path.stem)), f"objective in {path.name}", f"update in {path.name}",
+                  given["objective"], given["update"], source="you", holds=None)
 
 
 # --------------------------------------------------------------------------------------------------------------- output
@@ -582,7 +571,7 @@ def unexpected(record, rows):
     """A line per result that contradicts this file's claims, because an update or a mixer was changed."""
     lines = []
     for row, check in zip(rows, record["checks"], strict=True):
-        if check["minimises"] != row.holds and not row.added:
+        if row.holds not in (None, check["minimises"]):
             lines.append(f"{row.name}: the update {'is' if check['minimises'] else 'is not'} the minimiser (off by "
                          f"{check['off']:.1e}), contrary to this file's claim")
         for family, off in check["mixers"].items():
@@ -594,8 +583,7 @@ def unexpected(record, rows):
 
 @dataclass
 class Options:
-    add: list[Path] = ()  # Python files with objective(S, S_prev, k, x, p), update(S_prev, k, x, p) and, optionally,
-    # name, note, L and S (the formulas)
+    add: list[Path] = ()  # Python files with objective(S, S_prev, k, x, p), update(S_prev, k, x, p) and perhaps name
     seed: Seed = 0  # seed of draws and streams
     out: Path = None  # record file (out/online_learning.json); a .md and .png go beside it
     save: bool = False  # write them to results/online_learning.json, .md and .png
