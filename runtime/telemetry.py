@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import resource
-import shlex
 import sys
 import time
 import uuid
@@ -224,8 +223,7 @@ class Telemetry:
         try:
             draw_loss(self.out)
         except Exception as error:  # a failed plot must not fail the run
-            command = shlex.join(["python", "runtime/loss_curve.py", str(self.out)])
-            self.say(f"no loss.png: {error} ({command} draws it; it needs matplotlib)")
+            self.say(f"no loss.png: {error} (it needs matplotlib; when the run has ended, --resume=auto draws it)")
 
 
 def progress_bar(total, step):
