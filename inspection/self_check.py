@@ -18,8 +18,8 @@ import copy
 import functools
 import inspect
 import math
+import os
 import statistics
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -272,7 +272,7 @@ TABLE = (
     Row(ROWS, AFTER, EVALUATES, only=OTHERS),
     Row(AHEAD, Side(with_another_end, "train"), IN_TRAINING, "random tokens"),
     Row(ROWS, AFTER._replace(mode="train"), IN_TRAINING, "random", OTHERS),
-    Row(STATES._replace(how=" with and without last_only"), Side(with_last_only, "eval"), EVALUATES, "last_only"),
+    Row(STATES._replace(words="", how=" with and without last_only"), Side(with_last_only, "eval"), EVALUATES, "last_only"),
     Row(DOCUMENT, EVALUATES, Side(each_document, "eval"), "packed"),
     Row(STATES, Side(as_sampled, "eval"), EVALUATES, "state last_only"),
     Row(STATES, Side(through_state, "eval", graded=True), EVALUATES._replace(graded=True), "state"),
@@ -595,9 +595,8 @@ def apart(one, other, kind):
         return 0.0
     a, b = exact(torch.cat(one, 1)), exact(torch.cat(other, 1))
     T = min(a.shape[1], b.shape[1])
-    last = slice(-T, -1)  # but for the last token, which may be another
-    part = {ROWS: (slice(1, None), slice(T)), DOCUMENT: (slice(-1, None), last)}.get(kind, (slice(None), last))
-    a, b = a[part], b[part]
+    part = slice(T) if kind is ROWS else slice(-T, -1)  # the last token may be another, and the first row
+    a, b = a[-1:, part], b[-1:, part]
     return differences({"": a}, {"": b})[""] if a.shape == b.shape else 0.0
 
 
@@ -605,10 +604,8 @@ def apart(one, other, kind):
 
 def place(function):
     """'model.py: LM.forward'."""
-    file = f"{function.__module__.replace('.', '/')}.py"
-    if file == "__main__.py":  # as experiments/vision/classify.py
-        file = Path(sys.modules["__main__"].__file__).resolve().relative_to(ROOT)
-    return f"{file}: {function.__qualname__}"
+    file = inspect.getsourcefile(inspect.unwrap(function))
+    return f"{os.path.relpath(file, ROOT)}: {function.__qualname__}"
 
 
 def described(error):
