@@ -54,8 +54,7 @@ class Tokens:
         meta: dict, the content of meta.json.
         vocab_size: int, the dataset's.
         train, val: read-only np.memmap or Shards, (tokens of the split,), uint16 or uint32.
-        bytes_per_token: 1.0 if tokens are bytes; else {"train": float, "val": float} if meta.json has the number of
-            bytes of each split; else None.
+        bytes_per_token: float, of the validation split; None if meta.json does not tell.
         sha256: {"train": hex, "val": hex} as recorded; `verify()` reads the files and compares.
 
     Raises DataError for a folder that is not prepared, and for files that are not what meta.json describes: of another
@@ -138,12 +137,10 @@ class Tokens:
         return shards_sha256(hashes) if "shards" in self.meta["splits"][split] else hashes[0]
 
     def _bytes_per_token(self):
-        if self.meta.get("bytes_per_token") is not None:
-            return float(self.meta["bytes_per_token"])
-        splits = self.meta["splits"]
-        if all(splits[split].get("bytes") for split in SPLITS):
-            return {split: splits[split]["bytes"] / splits[split]["tokens"] for split in SPLITS}
-        return None
+        given, val = self.meta.get("bytes_per_token"), self.meta["splits"]["val"]
+        if given is None and val.get("bytes"):
+            given = val["bytes"] / val["tokens"]
+        return given and float(given)
 
 
 def file_sha256(path):

@@ -31,9 +31,8 @@ class Evaluate:
         parts = by_document(self.final_windows, self.data) if final else [self.windows]
         loss, losses, tokens = self.loss(model, parts)
         metrics = {"val_loss": loss, "val_tokens": sum(tokens)}
-        size = bytes_per_token(self.data)
-        if size:
-            metrics["val_bits_per_byte"] = loss / math.log(2) / size
+        if self.data.tokens.bytes_per_token:
+            metrics["val_bits_per_byte"] = loss / math.log(2) / self.data.tokens.bytes_per_token
         if not final:
             return metrics
         if not np.array_equal(self.final_windows, self.windows):
@@ -70,9 +69,3 @@ def by_document(windows, data):
     """The windows of each document of the validation split, of those that have any."""
     document = np.searchsorted(document_starts(data.tokens), windows[:, 0], side="right")
     return [windows[document == d] for d in np.unique(document)]
-
-
-def bytes_per_token(data):
-    """Of the validation split; None if the data does not know."""
-    size = data.tokens.bytes_per_token
-    return size["val"] if isinstance(size, dict) else size

@@ -181,9 +181,9 @@ def test_open_a_folder(tmp_path, monkeypatch):
     assert tokens.sha256["val"] == hashlib.sha256((folder / "val.bin").read_bytes()).hexdigest()
     assert tokens.bytes_per_token is None
     splits = tokens.meta["splits"]
-    splits["train"]["bytes"], splits["val"]["bytes"] = 4500, 860
+    splits["val"]["bytes"] = 860
     edit_meta(folder, splits=splits)
-    assert Tokens(folder).bytes_per_token == {"train": 4.5, "val": 4.3}
+    assert Tokens(folder).bytes_per_token == 4.3
 
 
 FILES = [  # a file of a folder of 1,000 and 120 tokens, what becomes of it, words of the line
@@ -372,7 +372,7 @@ def test_pystdlib_as_tokens_learned_from_its_training_files(library, tmp_path):
         text.begin()
         written = "".join(text.decode(int(token)) for token in ids[:])
         assert written.encode() == true.replace(b"\0", b"<|endoftext|>") and len(ids) < 0.8 * len(true)
-        assert tokens.bytes_per_token[split] == len(true) / len(ids)  # bytes, not characters
+    assert tokens.bytes_per_token == len(true) / len(ids)  # bytes of val, not characters
     held_out = text_of(whole.val).decode().split("\0")[:-1]
     for path in library.rglob("*.py"):
         if path.read_text() in held_out:  # as long as before: the split stays
@@ -773,7 +773,7 @@ def test_tokenizers_of_other_people(tmp_path, capsys):
     assert tokenizers.Tokenizer.from_str(json.dumps(again.tokenizer_json())).get_vocab_size() == again.n_vocab
     ids = [*tokens.train[:].tolist(), *tokens.val[:].tolist()]
     assert ids == [*again.encode_ordinary("To be, or not to be"), again.eot_token] * 40  # no dropout
-    assert tokens.bytes_per_token["val"] > 1
+    assert tokens.bytes_per_token > 1
     metaspace(tmp_path, lower=True)  # another under the same name
     rejected(lambda: prepare("a", tokenizer=kind, end_of_text="<|bos|>"), "from other inputs")
     (tmp_path / "lossy").mkdir()
@@ -898,7 +898,7 @@ def test_openwebtext_with_the_real_vocabulary(tmp_path, monkeypatch):
     assert ",15496,995,50256," in "," + ",".join(map(str, tokens.train[:])) + ","
     expected = nanogpt_order(texts, Text("gpt2", vocab=VOCAB), 0.0005)
     assert (tokens.train[:].tolist(), tokens.val[:].tolist()) == (expected["train"], expected["val"])
-    assert tokens.bytes_per_token["val"] * len(tokens.val) in [len(text.encode()) for text in texts]
+    assert tokens.bytes_per_token * len(tokens.val) in [len(text.encode()) for text in texts]
 
 
 # ---- mixtures
