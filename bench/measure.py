@@ -439,11 +439,11 @@ def imported(module, name):
         raise LeftOut("not installed" if missing else in_one_line(error)) from None
 
 
-def in_one_line(error, limit=240):
+def in_one_line(error):
     """An exception as one line for a record: its type and the first line of its message."""
     if isinstance(error, LeftOut):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     words = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {words}"[:limit]
+    return f"{type(error).__name__}: {words}"[:240]

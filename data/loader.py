@@ -89,10 +89,10 @@ def eval_windows(n_tokens, block_size, limit_tokens=0):
     return np.stack([starts, lengths], axis=1)
 
 
-def document_starts(tokens, most=64):
+def document_starts(tokens):
     """First tokens of the validation split's documents, (documents,) int64: the units that intervals resample.
 
-    Documents are those in meta.json, or end at separators; neighbours are joined until there are at most `most`. With
+    Documents are those in meta.json, or end at separators; neighbours are joined until there are at most 64. With
     fewer than eight documents, eight equal stretches stand in for them.
     """
     listed = (tokens.meta.get("documents") or {}).get("val")
@@ -104,7 +104,7 @@ def document_starts(tokens, most=64):
         starts = np.append(0, ends[ends < len(tokens.val)])
     if len(starts) < 8:
         starts = np.linspace(0, len(tokens.val), 8, endpoint=False)
-    joined = math.ceil(len(starts) / most)
+    joined = math.ceil(len(starts) / 64)
     return np.asarray(starts, np.int64)[::joined]
 
 

@@ -252,7 +252,8 @@ def test_each_kind_of_number_of_a_page_is_that_of_its_record(tmp_path):
     assert f"{math.exp(last['loss']):.3f} {change} |\n| mamba " in page
     loud = max(branch["rms"][-1] for branch in run["state_norms"].values())
     costs = next(line for line in page.splitlines() if line.startswith("| longhorn | 16384 |"))
-    assert (f" {last['state_bytes_per_sequence'] / 1048576:.3f} | {last['peak_bytes'] / 1048576:.0f} | "
+    states = [run["lengths"][at]["state_bytes_per_sequence"] / 1048576 for at in (0, -1)]
+    assert (f"| 16384 | {states[0]:.3f} | {states[1]:.3f} | {last['peak_bytes'] / 1048576:.0f} | "
             f"{last['tokens_per_second']:,.0f} | ") in costs and costs.endswith(f" {loud:.3g} |")
 
 
