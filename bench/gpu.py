@@ -46,9 +46,9 @@ from configurator import Seconds  # noqa: E402
 from kernels import cuda  # noqa: E402
 from runtime.records import fields, read_json  # noqa: E402
 
-CALLS = {"correctness": ("environment", "build", "tests", "memcheck", "racecheck", "mamba_ssm", "fused"),
-         "speed": ("environment", "build", "scan_cuda", "profile", "convolution", "loss", "variants"),
-         "training": ("environment", "build", "training", "training_4096", "training_8192")}
+CALLS = {"correctness": ("build", "tests", "memcheck", "racecheck", "mamba_ssm", "fused"),
+         "speed": ("build", "scan_cuda", "profile", "convolution", "loss", "variants"),
+         "training": ("build", "training", "training_4096", "training_8192")}
 BUDGET_S = 530  # per call: the build takes 95 s on 4 cores, 25 on 16, and what it leaves goes to the next stages
 PATIENCE_S = 3  # between SIGTERM and SIGKILL
 SANITIZER = "compute-sanitizer"
@@ -94,7 +94,6 @@ def stages(out, dry_run):
         ncu += ["--section", section]
     scan = "bench/scan.py --device=cuda" + " --dry-run --rounds=2" * dry_run
     return [
-        Stage("environment", 40, ops("environment", "environment")),
         Stage("build", 150, ops("build", "build")),
         Stage("tests", 200, gpu_tests(), ("pytest", "hypothesis")),
         sanitized("memcheck"),
@@ -375,7 +374,7 @@ def main(argv):
     if args.check:
         return check(args.check)
     out = choose_folder(args)
-    check_out(out / "environment.json", args.dry_run)
+    check_out(out / "build.json", args.dry_run)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running stage
     os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *(f"{home}/bin" for home in cuda.homes())])
     failed = 0

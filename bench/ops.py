@@ -1,6 +1,5 @@
 """Runs the operators on a GPU, for the stages of bench/gpu.py: do they build, are they right, how fast are they?
 
-    python bench/ops.py environment      # the GPU, its driver and compilers, the optional packages
     python bench/ops.py build            # compiles every kernel that the tests and benchmarks use
     python bench/ops.py small            # small scans and convolutions, for compute-sanitizer to watch
     python bench/ops.py profiled         # one forward and backward of some scans, for Nsight Compute
@@ -14,10 +13,8 @@ The record is written after every row: a killed process leaves what it had.
 
 import contextlib
 import functools
-import importlib.metadata
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,11 +36,9 @@ from bench.measure import DTYPES, a_pass, in_one_line, values_and_gradients  # n
 from common.errors import ConfigError, main_error  # noqa: E402
 from configurator import Seconds  # noqa: E402
 from kernels import build as native  # noqa: E402
-from kernels import choose, cuda, launch, ops  # noqa: E402
+from kernels import choose, launch, ops  # noqa: E402
 from runtime.records import read_json  # noqa: E402
 
-PACKAGES = ("mamba_ssm", "flash-linear-attention", "flash_attn", "causal_conv1d", "triton")
-PROGRAMS = ("nvcc", "compute-sanitizer", "ncu", "g++", "nvidia-smi")
 # (B, T, D, N) in the benchmark and in the GPU tests (tests/test_cuda.py): `build` compiles their kernels
 BENCHMARKED = [(64, 1024, 1536, 16), (64, 1024, 1536, 64), (2, 32768, 1536, 16), (2, 32768, 2048, 64)]
 TESTED = [(2, 65, 70, 16), (1, 300, 33, 16), (3, 129, 64, 64), (1, 33, 5, 3), (2, 40, 20, 128), (72, 128, 512, 16),
@@ -95,22 +90,6 @@ class Run:
             self.emit(shape=shape, **about, **row)
             if "reason" in row and row["contender"] == ours:
                 raise ConfigError(f"{ours} was not timed: {row['reason']}")
-
-
-def environment(run):
-    found = {name: shutil.which(name) for name in PROGRAMS}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    device = run.gpu.describe()
-    run.emit(device=device, compiler=cuda.compiler_version("nvcc") if cuda.nvcc() else None, found=found)
-    if found["nvidia-smi"]:
-        subprocess.run(["nvidia-smi"])  # the driver, and who else is on the GPU
-    missing = [name for name, where in found.items() if not where]
-    print(f"in short: {device['name']}, torch {torch.__version__}, CUDA {torch.version.cuda}; "
-          f"not found: {', '.join(missing) or 'nothing'}")
 
 
 # ------------------------------------------------------------------------------------------------------- build, and run
@@ -278,7 +257,7 @@ def variants(run):
 
 # ----------------------------------------------------------------------------------------------------------------- main
 
-FUNCTIONS = (environment, build, small, profiled, mamba_ssm, convolution, loss, timed, variants)
+FUNCTIONS = (build, small, profiled, mamba_ssm, convolution, loss, timed, variants)
 FUNCTIONS = {f.__name__: f for f in FUNCTIONS}
 
 

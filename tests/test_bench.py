@@ -236,7 +236,7 @@ def test_tests_that_were_cut_leave_what_they_printed():
 
 
 @pytest.mark.parametrize("name, rows", [
-    ("environment", 1), ("build", 1), ("small", 4), ("convolution", 3), ("loss", 3)])
+    ("build", 1), ("small", 4), ("convolution", 3), ("loss", 3)])
 def test_what_runs_operators_on_a_gpu_tried_on_the_cpu(name, rows, run, monkeypatch):
     monkeypatch.setattr(bench_ops, "SMALL", bench_ops.SMALL[-1:])
     _, record = run(bench_ops.main, name, "--dry-run")
