@@ -113,9 +113,4 @@ def finished(folder, inputs):
 def run(main):
     """Run a script's main(); a DataError or OSError (disk full) becomes one line on stderr and exit code 2."""
     with main_error(Path(sys.argv[0]).name):
-        try:
-            main()
-        except KeyboardInterrupt:
-            print("interrupted: no incomplete file was left under its final name; run the same command again",
-                  file=sys.stderr)
-            sys.exit(130)
+        main()

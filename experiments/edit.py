@@ -574,12 +574,12 @@ def odd_one(differences):
 
 def ranked(results):
     """(edit, size, its numbers) of {edit: {size: numbers}}, the best edit first: by verdict, then by tokens."""
-    order = ["better", "same", "undecided", "worse"]
-    places = []
-    for edit, sizes in results.items():
-        first = next(iter(sizes.values()))
-        places.append((order.index(verdict_of(sizes)), (first["interval"] or [1.0])[0], edit))
-    return [(edit, size, of_size) for *_, edit in sorted(places) for size, of_size in results[edit].items()]
+    def place(edit):
+        verdict = ["better", "same", "undecided", "worse"].index(verdict_of(results[edit]))
+        interval = next(iter(results[edit].values()))["interval"] or [1.0]
+        return verdict, interval[0], edit
+
+    return [(edit, size, of_size) for edit in sorted(results, key=place) for size, of_size in results[edit].items()]
 
 
 def verdict_of(sizes):

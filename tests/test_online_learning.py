@@ -177,7 +177,6 @@ def test_what_contradicts_the_file_is_said_and_is_an_error(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("old, new, word", [
-    ("    return S + torch.outer", "    S_prev += 1; return S + torch.outer", "in place"),
     ("    return S + torch.outer(", "    return (S / 0) + torch.outer(", "inf"),
     ("    S = p.gamma * S_prev\n", "    return S_prev.float()\n", "torch.float32"),
     ("(S @ k - x).square()).sum()", "(S @ k - x).square())", r"of shape \(\)"),

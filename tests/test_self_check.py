@@ -358,7 +358,8 @@ def test_unedited_all_agrees(pattern, backend):
                                               ("longhorn*2,retnet,swa*3", 12)])
 def test_unedited_models_with_packed_documents_start(pattern, n_layer):
     """The last two amplify rounding: fast and plain differ by fifty times what is usual."""
-    assert "documents, whole sequences and states agree" in self_check(model_of(pattern, n_layer=n_layer, n_embd=64, documents="pack"))
+    line = self_check(model_of(pattern, n_layer=n_layer, n_embd=64, documents="pack"))
+    assert "documents, whole sequences and states agree" in line
 
 
 def test_a_model_that_cannot_be_made_small_says_what_to_do(monkeypatch):
