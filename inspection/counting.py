@@ -128,29 +128,23 @@ def cost_of_step(model, tokens):
 def parameter_count(model):
     """{part: parameters}: each class of mixers, norms, positions, the embedding (tied with the head), others and the
     total. A model's `rest` is the name of all that is not of mixers, norms and positions."""
-    counted = set()
-
-    def count(*modules):
-        new = {p for module in modules for p in module.parameters()} - counted
-        counted.update(new)
-        return sum(p.numel() for p in new)
-
     total = sum(p.numel() for p in model.parameters())
     if not hasattr(model, "branches"):
         return {"total": total}
-    parts = {"norms": count(model.norm, model.embed_norm)}
-    if model.positions is not None:
-        parts["positions"] = count(model.positions)
-    for branch in running_branches(model):
-        name = type(branch.mixer).__name__
-        parts[name] = parts.get(name, 0) + count(branch.mixer)
-        parts["norms"] += count(branch.norm)
-    rest = total - sum(parts.values())
-    if hasattr(model, "rest"):
-        return {model.rest: rest, **parts, "total": total}
-    embedding = count(model.embed)
-    others = {"others": rest - embedding} if rest > embedding else {}
-    return {"embedding": embedding, **parts, **others, "total": total}
+    branches, rest = dict(model.branches()), getattr(model, "rest", "")
+    parts = {rest or "embedding": 0, "norms": 0}
+    for name, p in model.named_parameters():
+        branch, _, in_mixer = name.partition(".mixer.")
+        if in_mixer and branch in branches:
+            part = type(branches[branch].mixer).__name__
+        elif name.startswith(("norm.", "embed_norm.")) or name.partition(".norm.")[0] in branches:
+            part = "norms"
+        elif name.startswith("positions."):
+            part = "positions"
+        else:
+            part = rest or ("embedding" if name.startswith("embed.") else "others")
+        parts[part] = parts.get(part, 0) + p.numel()
+    return {**parts, "total": total}
 
 
 def running_branches(model):
