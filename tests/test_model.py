@@ -763,6 +763,11 @@ def test_the_flops_of_a_users_mixer_with_a_known_operator(monkeypatch):
     assert "linear maps only" not in counting.left_out(lm)[0]
 
 
+def test_the_parameters_of_a_config(capsys):
+    sizes.main([str(CONFIG / "longhorn_laptop.py"), "--vocab_size=256", "--n_layer=6"])
+    assert re.search(r"^longhorn +6 x 192 +2\.92M ", capsys.readouterr().out, re.M)
+
+
 PAGE = (CONFIG.parent / "docs" / "adding-a-model.md").read_text()
 BLOCKS = re.findall(r"`families/(\w+)\.py`[^`]*```python\n(.*?)```", PAGE, re.DOTALL)
 

@@ -2,11 +2,13 @@
 config/, next to the counts in the paper's Table 1.
 
     python tools/parameters.py
+    python tools/parameters.py config/longhorn_laptop.py --n_layer=6    # of train.py's settings
 """
 
+import contextlib
+import dataclasses
 import itertools
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,10 +17,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import configurator  # noqa: E402
 import families  # noqa: E402, F401
-from common.errors import main_error  # noqa: E402
+from common.errors import ConfigError, main_error  # noqa: E402
 from inspection import counting  # noqa: E402
 from model import FAMILIES, LM, ModelConfig  # noqa: E402
-from train import TrainConfig  # noqa: E402
+from train import TrainConfig, open_data  # noqa: E402
 
 SIZES = {"120M": {"n_layer": 12, "n_head": 12, "n_embd": 768}, "350M": {"n_layer": 24, "n_head": 16, "n_embd": 1024}}
 LARGE = {"340M": {**SIZES["350M"], "vocab_size": 32000},  # used in other papers; 1.3B: the paper's Section 5.3
@@ -39,23 +41,32 @@ def config_settings(family, size):
     return {name: getattr(config, name) for name in ("n_head", "mlp_multiple", "d_state", "window")}
 
 
-@dataclass
-class Options:
-    """None."""
+def shapes(argv):
+    """Yields (family, size, {setting: value} of a ModelConfig): that of argv, or else every family at every size."""
+    config = configurator.load(TrainConfig, argv)
+    if argv:
+        with contextlib.suppress(ConfigError):  # without the data: GPT-2's vocabulary
+            open_data(config, "cpu")
+        config.vocab_size = config.vocab_size or ModelConfig.vocab_size
+        settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)}
+        yield config.pattern or config.model, f"{config.n_layer} x {config.n_embd}", settings
+        return
+    for family, (size, shape) in itertools.product(FAMILIES, (SIZES | LARGE).items()):
+        yield family, size, {"model": family, "block_size": 1024, **shape, **config_settings(family, size)}
 
 
 def main(argv):
-    configurator.read(Options, argv, __doc__)
-    print("family          size    parameters   Table 1    off  FLOPs/token  state at 1024")
-    for family, (size, shape) in itertools.product(FAMILIES, (SIZES | LARGE).items()):
+    rows = list(shapes(argv))  # or raises, before anything is printed
+    print("family          size       parameters   Table 1    off  FLOPs/token  state at block_size")
+    for family, size, settings in rows:
         with torch.device("meta"):
-            lm = LM(ModelConfig(model=family, block_size=1024, **shape | config_settings(family, size)))
+            lm = LM(ModelConfig(**settings))
         count, paper = counting.parameter_count(lm)["total"], TABLE1.get(family.removesuffix("_released"), {}).get(size)
         beside = f"{paper / 1e6:8.1f}M {count / paper - 1:+6.1%}" if paper else f"{'-':>9} {'-':>6}"
-        print(f"{family:15} {size:5} {count / 1e6:11.1f}M {beside} "
+        print(f"{family:15} {size:8} {count / 1e6:11.2f}M {beside} "
               f"{counting.flops_per_token(lm)['total'] / 1e6:11.0f}M {counting.state_size(lm) / 1e6:13.2f}M")
 
 
 if __name__ == "__main__":
-    with main_error("tools/parameters.py"):
+    with main_error("tools/parameters.py", ValueError):
         main(sys.argv[1:])
