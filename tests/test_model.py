@@ -802,6 +802,12 @@ def test_values_passed_between_layers():
     assert not torch.allclose(lm(idx)[0], before, atol=0.1)
 
 
+@pytest.mark.usefixtures("of_the_page")
+def test_a_recurrence_of_ones_own():
+    test_chunks_with_their_state_equal_the_whole("leaky")
+    test_packed_documents_are_those_read_alone("leaky")
+
+
 @pytest.mark.parametrize("text", ["import nothing_there\n", "x = (\n", "FAMILIES['x'] = []\n"])
 def test_a_file_that_cannot_be_imported_is_a_line_with_its_name(text, tmp_path, monkeypatch, capsys):
     (tmp_path / "broken.py").write_text(text)
