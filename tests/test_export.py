@@ -58,6 +58,19 @@ def close(a, b, tolerance):
     assert (a - b).abs().max() <= tolerance * b.abs().max(), (a - b).abs().max() / b.abs().max()
 
 
+@pytest.fixture
+def leave(tmp_path):
+    """leave(lm, how, **meta): what the export of a run of this model says; run and export are in `run` and `hf`."""
+    def leave(lm, how=(), **meta):
+        return run(out_dir=make_run(tmp_path / "run", lm, **meta), to=tmp_path / "hf", **dict(how))
+    return leave
+
+
+def read(folder):
+    """The folder as transformers loads it, with the code in it."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+
 def folder_of(folder, config, tensors):
     """A folder as an export leaves it, without a record of its logits."""
     folder.mkdir(exist_ok=True)
@@ -66,10 +79,10 @@ def folder_of(folder, config, tensors):
 
 
 @pytest.mark.parametrize("family", PARITY)
-def test_transformers_loads_what_is_written(family, tmp_path):
+def test_transformers_loads_what_is_written(family, leave, tmp_path):
     """From the run's folder to AutoModelForCausalLM: the same logits."""
     lm = tiny(family)
-    result = run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "hf")
+    result = leave(lm)
     assert result.code == 0 and f"{sum(p.numel() for p in lm.parameters()):,} parameters" in result.out
     assert "logits on 24 random tokens agree to" in result.out  # block_size
     assert sorted(os.listdir(tmp_path / "hf")) == sorted({*export.FILES} - {export.CODE})
@@ -143,16 +156,15 @@ def test_published_models_become_ours_or_are_refused_as_the_page_says(published,
 
 @pytest.mark.parametrize("family", ["longhorn", *PARITY, "longhorn*2,llama", "mamba*2", ",".join(FAMILIES)],
                          ids=lambda x: x[:20])
-def test_out_and_in_again(family, tmp_path):
+def test_out_and_in_again(family, leave, tmp_path):
     """A run exported and imported is the same model with the same tokenizer; its config says what is in the folder."""
     lm = tiny(family)
     if family not in FAMILIES:
         lm = tiny("longhorn", pattern=family, n_layer=max(3, family.count(",") + 1))
-    name, table, to = "char", "abc\n", tmp_path / "folder"
+    name, table, to = "char", "abc\n", tmp_path / "hf"
     if family == "longhorn":  # as `make train`
         name, table = "bpe:260", learn_bpe(["abc " * 9], "260")
-    make_run(tmp_path / "run", lm, tokenizer=name, table=table)
-    said = run(out_dir=tmp_path / "run", to=to).out
+    said = leave(lm, tokenizer=name, table=table).out
     theirs = family in PARITY or family == "mamba*2"
     assert theirs == ("trust_remote_code" not in said)
     config = read_json(to / "config.json")
@@ -183,9 +195,9 @@ def test_the_machines_own_setting_stays_behind(backend, imported, tmp_path):
 
 
 @pytest.mark.parametrize("family, dtype", [("llama", "bfloat16"), ("longhorn", "float16")])
-def test_dtypes_and_gpt2s_end_of_a_text(family, dtype, tmp_path):
-    lm, to = tiny(family), tmp_path / "folder"
-    run(out_dir=make_run(tmp_path / "run", lm, tokenizer="gpt2"), to=to, dtype=dtype)
+def test_dtypes_and_gpt2s_end_of_a_text(family, dtype, leave, tmp_path):
+    lm, to = tiny(family), tmp_path / "hf"
+    leave(lm, {"dtype": dtype}, tokenizer="gpt2")
     written, kind = safetensors.torch.load_file(to / "model.safetensors"), getattr(torch, dtype)
     assert {t.dtype for t in written.values()} == {kind}
     loaded = export.load(to)
@@ -197,11 +209,10 @@ def test_dtypes_and_gpt2s_end_of_a_text(family, dtype, tmp_path):
         assert theirs.generation_config.eos_token_id == theirs.generation_config.bos_token_id == 50256
 
 
-def test_float16_that_overflows_is_refused(tmp_path):
+def test_float16_that_overflows_is_refused(leave, tmp_path):
     lm = tiny()
     lm.embed.weight.data[3, 4] = 7e4
-    run_dir = make_run(tmp_path / "run", lm)
-    refused(run(out_dir=run_dir, to=tmp_path / "folder", dtype="float16"), "embed.weight", "bfloat16")
+    refused(leave(lm, {"dtype": "float16"}), "embed.weight", "bfloat16")
     assert os.listdir(tmp_path) == ["run"]
 
 
@@ -280,8 +291,8 @@ def test_nothing_is_overwritten_unasked(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["folder", "other", "run"]
 
 
-def test_an_import_spares_a_training_run_and_is_none(tmp_path):
-    run(out_dir=make_run(tmp_path / "run", tiny("llama")), to=tmp_path / "hf")
+def test_an_import_spares_a_training_run_and_is_none(leave, tmp_path):
+    leave(tiny("llama"))
     into = {"from_hf": tmp_path / "hf", "out_dir": tmp_path / "imported"}
     assert run(**into).code == 0
     words = rf"imported from {tmp_path}/hf, so it has weights .*another out_dir$"
@@ -318,10 +329,10 @@ class Bomb:
         return exec, ("raise SystemExit('unpickled')",)
 
 
-def test_files_that_are_missing_or_damaged(tmp_path):
+def test_files_that_are_missing_or_damaged(leave, tmp_path):
     """Or those of another export; but what transformers has saved, after fine-tuning say, may be imported."""
     hf, into = tmp_path / "hf", {"from_hf": tmp_path / "hf", "out_dir": tmp_path / "in"}
-    run(out_dir=make_run(tmp_path / "run", tiny("llama")), to=hf)
+    leave(tiny("llama"))
     weights, text = (hf / "model.safetensors").read_bytes(), (hf / "config.json").read_text()
     for damage in (text[:-5], "[1]", "[" * 100000):
         (hf / "config.json").write_text(damage)
@@ -382,11 +393,8 @@ FAMILIES["llama"] = [Buffered, SwiGLU]
 
 
 @pytest.fixture
-def edited(tmp_path, monkeypatch):
-    """edited(text): an LM of this repository's code with `text` at the end of model.py, in a run's folder that
-    export.py reads; its class is that of the edited code, and so is what is exported."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-
+def edited(leave, tmp_path, monkeypatch):
+    """edited(text): an LM of this repository's code with `text` at the end of model.py, and what its export says."""
     def edited(text, family="llama", prepare=lambda lm: None):
         root = copied_tree(tmp_path / "copy", model=lambda code: code + text)
         monkeypatch.setattr(export, "ROOT", root)
@@ -396,17 +404,19 @@ def edited(tmp_path, monkeypatch):
         monkeypatch.setattr(helpers, "LM", module.LM)
         lm = tiny(family)
         prepare(lm)
-        make_run(tmp_path / "run", lm)
         monkeypatch.setattr(export, "LM", module.LM)
         monkeypatch.setattr(sample, "load_model", lambda folder: (
             lm, checkpoint.load(os.path.join(folder, "checkpoint.safetensors"))[1]))
-        return lm
+        result = leave(lm)
+        assert result.code == 0, result.err
+        return lm, result.out
     return edited
 
 
 @pytest.fixture(autouse=True)
-def as_committed(monkeypatch):
-    """Only one test looks at the hashes in export.py."""
+def as_committed(tmp_path, monkeypatch):
+    """Only one test looks at the hashes in export.py; and transformers copies code to a folder of the test."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(export, "COMMITTED", {family: export.source_hash(tiny(family)) for family in PARITY})
 
 
@@ -433,23 +443,17 @@ def test_an_edit_is_seen_in_the_source_whatever_the_logits(line, instead, edited
 
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edited_llama_leaves_as_itself(name, edited, tmp_path):
-    lm = edited(EDITS[name])
-    result = run(out_dir=tmp_path / "run", to=tmp_path / "hf")
-    assert result.code == 0, result.err
-    assert "no LlamaForCausalLM: " in result.out
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
-    with torch.no_grad():
-        close(theirs(TOKENS).logits, lm(TOKENS)[0], 1e-5)
+    lm, said = edited(EDITS[name])
+    assert "no LlamaForCausalLM: " in said
+    close(read(tmp_path / "hf")(TOKENS).logits, lm(TOKENS)[0], 1e-5)
 
 
-def test_packed_documents_leave_with_their_code(tmp_path, monkeypatch):
+def test_packed_documents_leave_with_their_code(leave, tmp_path):
     """The class of transformers would read on after the token that ends a document."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     lm, text = tiny("llama", documents="pack", end_of_text=10), torch.tensor([[65, 66, 10, 67, 68, 69]])
-    said = run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "hf").out
+    said = leave(lm).out
     assert "no LlamaForCausalLM: " in said and "documents=pack" in said
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
-    close(theirs(text).logits, lm(text)[0], 1e-5)
+    close(read(tmp_path / "hf")(text).logits, lm(text)[0], 1e-5)
     make_run(tmp_path / "other", tiny("llama", documents="pack"))  # with no such token there is nothing to end
     assert "trust_remote_code" not in run(out_dir=tmp_path / "other", to=tmp_path / "to").out
 
@@ -474,12 +478,11 @@ def scaled(m, x):
     return RMSNorm.unscaled(m, x) * oo.SCALE * inner.deep.HALF * math.sqrt(ones_own.SCALE + deep.HALF + again.HALF)
 RMSNorm.unscaled, RMSNorm.forward = RMSNorm.forward, scaled
 """, "gla")
-    assert run(out_dir=tmp_path / "run", to=tmp_path / "hf").code == 0
 
 
 def test_extra_state_stays_with_the_run(edited, tmp_path):
     """What a model keeps for its training through get_extra_state, in any form, is no weight."""
-    lm = edited("""
+    lm, _ = edited("""
 class Counting(LM):
     steps = None
     def get_extra_state(self):
@@ -488,15 +491,14 @@ class Counting(LM):
         self.steps = state["steps"]
 LM = Counting
 """, "gla", lambda lm: setattr(lm, "steps", 5))
-    assert run(out_dir=tmp_path / "run", to=tmp_path / "hf").code == 0
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    model = read(tmp_path / "hf")
     close(model(TOKENS).logits, lm(TOKENS)[0], 1e-5)
     model.save_pretrained(tmp_path / "again")
 
 
 def test_a_parameter_with_two_names_stays_one(edited, tmp_path):
     """A norm shared by a layer's branches, and a head that is the embedding: loaded, saved by transformers, loaded."""
-    lm = edited("""
+    lm, _ = edited("""
 class Shared(LM):
     def __init__(self, config):
         super().__init__(config)
@@ -506,17 +508,16 @@ class Shared(LM):
             layer.branches[1].norm = layer.branches[0].norm
 LM = Shared
 """, "gla")
-    run(out_dir=tmp_path / "run", to=tmp_path / "hf")
     for folder in (tmp_path / "hf", tmp_path / "again"):
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        model = read(folder)
         close(model(TOKENS).logits, lm(TOKENS)[0], 1e-5)
         assert model.num_parameters() == sum(p.numel() for p in lm.parameters())
         assert model.model.model.weight is model.model.embed.weight
         model.save_pretrained(tmp_path / "again")
 
 
-def test_without_transformers_nothing_is_done(tmp_path, monkeypatch):
-    run(out_dir=make_run(tmp_path / "run", tiny("llama")), to=tmp_path / "hf")
+def test_without_transformers_nothing_is_done(leave, tmp_path, monkeypatch):
+    leave(tiny("llama"))
     monkeypatch.setitem(sys.modules, "transformers", None)
     refused(run(from_hf=tmp_path / "hf", out_dir=tmp_path / "in"), "pip install --group test")
     refused(run(out_dir=tmp_path / "run", to=tmp_path / "to"), "pip install --group test")
@@ -525,13 +526,12 @@ def test_without_transformers_nothing_is_done(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("times, refusal", [(1 + 3e-4, "logits differ by 3e-04 of the largest"), (1 + 3e-5, None),
                                             (float("nan"), "logits differ by nan")])
-def test_what_cannot_be_read_back_gets_no_name(times, refusal, tmp_path, monkeypatch):
+def test_what_cannot_be_read_back_gets_no_name(times, refusal, leave, tmp_path, monkeypatch):
     """A fault in the writer beyond a ten-thousandth of the largest logit, which is more than kernels differ by."""
-    make_run(tmp_path / "run", tiny())
     real = export.write_files
     monkeypatch.setattr(export, "write_files", lambda folder, config, tensors, files: real(
         folder, config, {**tensors, "norm.weight": tensors["norm.weight"] * times}, files))
-    result = run(out_dir=tmp_path / "run", to=tmp_path / "hf")
+    result = leave(tiny())
     if refusal:
         refused(result, refusal, "at most 1e-04", "nothing was written")
     assert sorted(os.listdir(tmp_path)) == (["run"] if refusal else ["hf", "run"])
@@ -546,10 +546,10 @@ def test_the_tokens_of_the_check_are_those_of_every_version():
 
 
 @pytest.mark.parametrize("family", ["llama", "longhorn"])
-def test_check_sees_what_is_no_longer_what_was_exported(family, tmp_path):
-    run_dir, to = make_run(tmp_path / family, tiny(family)), tmp_path / "hf"
-    run(out_dir=run_dir, to=to, dtype="bfloat16")
-    assert run(check=to, out_dir=run_dir).code == 0
+def test_check_sees_what_is_no_longer_what_was_exported(family, leave, tmp_path):
+    to = tmp_path / "hf"
+    leave(tiny(family), {"dtype": "bfloat16"})
+    assert run(check=to, out_dir=tmp_path / "run").code == 0
     lm = tiny(family)
     lm.embed.weight.data[5, 3] += 0.5
     refused(run(check=to, out_dir=make_run(tmp_path / "other", lm)), "not the model that was exported", "differ")
@@ -578,20 +578,17 @@ def test_check_sees_what_is_no_longer_what_was_exported(family, tmp_path):
 
 
 def test_the_model_card(tmp_path):
-    run_dir = make_run(tmp_path / "run", tiny("gla"), step=7000, tokens=700_000)
-    environment = {"commit": "0123abc", "uncommitted_changes": True, "code": "v2abc", "code_files": {}}
-    (run_dir / "config.json").write_text(json.dumps({"environment": environment}))
-    run(out_dir=run_dir, to=tmp_path / "hf", license="cc-by-4.0", overwrite=True)
-    card = (tmp_path / "hf" / "README.md").read_text()
-    count = sum(p.numel() for p in tiny("gla").parameters())
-    for words in ('AutoTokenizer.from_pretrained("hf", trust_remote_code=True)', "license: cc-by-4.0\n",
-                  "commit 0123abc, v2abc, with uncommitted changes\n",
-                  f"gla: {count:,} parameters in float32, trained for 7,000 steps on 700,000 tokens"):
-        assert words in card, words
-    environment["code_files"] = {"model.py": "0"}
-    (run_dir / "config.json").write_text(json.dumps({"environment": environment}))
-    run(out_dir=run_dir, to=tmp_path / "hf", overwrite=True)
-    assert "changed between training and export" in (tmp_path / "hf" / "README.md").read_text()
+    run_dir = make_run(tmp_path / "run", lm := tiny("gla"), step=7000, tokens=700_000)
+    environment = {"commit": "0123abc", "uncommitted_changes": True, "code": "v2abc"}
+    count = sum(p.numel() for p in lm.parameters())
+    for edited, end in ({}, ""), ({"model.py": "0"}, "; changed between training and export"):
+        (run_dir / "config.json").write_text(json.dumps({"environment": {**environment, "code_files": edited}}))
+        run(out_dir=run_dir, to=tmp_path / "hf", license="cc-by-4.0", overwrite=True)
+        card = (tmp_path / "hf" / "README.md").read_text()
+        for words in ('AutoTokenizer.from_pretrained("hf", trust_remote_code=True)', "license: cc-by-4.0\n",
+                      f"commit 0123abc, v2abc, with uncommitted changes{end}\n",
+                      f"gla: {count:,} parameters in float32, trained for 7,000 steps on 700,000 tokens"):
+            assert words in card, words
 
 
 @pytest.mark.parametrize("family", export.ARCHITECTURES)
@@ -657,12 +654,10 @@ def test_a_folder_continues_a_prompt_where_this_repository_is_not(tmp_path):
         assert list(map(int, tokens)) == written, pattern
 
 
-def test_the_native_kernels_serve_where_the_repository_is_importable(tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+def test_the_native_kernels_serve_where_the_repository_is_importable(leave, tmp_path):
     lm = tiny()
-    run(out_dir=make_run(tmp_path / "run", lm), to=tmp_path / "hf")
-    load = lambda: transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
-    theirs = load()
+    leave(lm)
+    theirs = read(tmp_path / "hf")
     assert counting.computed_by(theirs.model) == counting.computed_by(lm) and type(theirs.model).__module__ != "model"
     assert torch.equal(theirs(TOKENS).logits, lm(TOKENS)[0])
     theirs.save_pretrained(tmp_path / "again")  # and back
