@@ -1,5 +1,6 @@
 """data/: the order of windows, the checks of a prepared folder, and each prepare.py, from small inputs, offline."""
 
+import base64
 import codecs
 import functools
 import gzip
@@ -628,6 +629,18 @@ def test_characters(small_units, tmp_path, prepare):
     tokens = prepare(files=[source], tokenizer="chars", shuffle=2357)
     assert tokens.meta["table"] == "\0abcerü" and tokens.vocab_size == 7
     assert sum((part[:] == 0).sum() for part in (tokens.train, tokens.val)) == 4
+    assert (Text("char", "a\n\0").eot_token, Text("char", "ab\n").eot_token) == (2, 2)  # the zero before the line feed
+
+
+def test_tiktokens_own_files(tmp_path, prepare):
+    """tiktoken knows their sha256."""
+    ranks = Text("gpt2", vocab=VOCAB).encoding._mergeable_ranks
+    lines = [base64.b64encode(token) + b" %d\n" % ranks[token] for token in sorted(ranks, key=ranks.get)]
+    (tmp_path / "r50k_base.tiktoken").write_bytes(b"".join(lines))
+    how = {"tokenizer": "tiktoken:r50k_base", "vocab": tmp_path}
+    tokens, text = prepare(files=[write_jsonl(tmp_path / "a.jsonl", ["the cat sat"] * 40)], **how), Text(**how)
+    assert text.name == tokens.meta["tokenizer"] and tokens.vocab_size == text.n_vocab == 50257
+    assert tokens.val[:4].tolist() == [*text.encode("the cat sat"), 50256]
 
 
 # ---- data/tokens: what people bring
@@ -761,18 +774,23 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(small_units, tmp_path, pre
 
 
 def test_tokenizers_of_other_people(tmp_path, capsys):
-    source = write_jsonl(tmp_path / "a.jsonl", ["To be, or not to be"] * 40)
+    words = "To be, or <|bos|> not to be"  # a document's own end of a text is text
+    source = write_jsonl(tmp_path / "a.jsonl", [words] * 40)
     prepare = lambda out, **how: any_tokens.prepare(tmp_path / out, files=[source], **how)
     kind = metaspace(tmp_path, dropout=0.9)
     rejected(lambda: prepare("x", tokenizer=kind), "no token", "--end_of_text", "[UNK], [EOS], <|bos|>")
     rejected(lambda: prepare("x", tokenizer=kind, end_of_text="</s>"), "no token </s> to end a text")
     rejected(lambda: prepare("x", tokenizer="bytes", end_of_text="</s>"), "only for hf: tokenizers")
     tokens = prepare("a", tokenizer=kind, end_of_text="<|bos|>")
+    (tmp_path / "tokenizer.json").unlink()
     again = Text(tokens.meta["tokenizer"], tokens.meta["table"])  # as a checkpoint knows it
     assert again.end_of_text == "<|bos|>" and again.eot_token == tokens.meta["end_of_text"]
     assert tokenizers.Tokenizer.from_str(json.dumps(again.tokenizer_json())).get_vocab_size() == again.n_vocab
     ids = [*tokens.train[:].tolist(), *tokens.val[:].tolist()]
-    assert ids == [*again.encode_ordinary("To be, or not to be"), again.eot_token] * 40  # no dropout
+    ordinary, special = again.encode_ordinary(words), again.encode(words)
+    assert ids == [*ordinary, again.eot_token] * 40 and again.eot_token in {*special} - {*ordinary}  # no dropout
+    again.begin(ordinary[:3])
+    assert words.endswith(streamed := "".join(map(again.decode, ordinary[3:]))) and len(streamed) > 9
     assert tokens.bytes_per_token > 1
     metaspace(tmp_path, lower=True)  # another under the same name
     rejected(lambda: prepare("a", tokenizer=kind, end_of_text="<|bos|>"), "from other inputs")

@@ -1,6 +1,5 @@
 """sample.py: text from a checkpoint of random weights, which samples as reproducibly as a trained one."""
 
-import base64
 import functools
 import json
 import re
@@ -8,15 +7,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import tokenizers
 import torch
-from helpers import VOCAB, evaluate, make_run, refused, run_program, table, tiny, write_folder
+from helpers import evaluate, make_run, refused, run_program, table, tiny, write_folder
 
 import export
 import sample
 import train
 from common import errors
-from data.tokens import prepare as any_tokens
 from runtime import checkpoint, records
 from sample import Text
 
@@ -57,38 +54,6 @@ def test_gpt2_tokens_that_split_a_character(monkeypatch):
     text = Text("gpt2")
     assert [text.decode(token) for token in [0, 1, 2, 3, 50303, 4, 0]] == ["a", " ", "", "😀!", "", "", "\ufffda"]
     assert text.encode("abc") == [3, "<|endoftext|>"]
-
-
-def test_tokenizers_of_hugging_face_and_tiktoken(tmp_path):
-    """From a local file into meta.json and checkpoint, which then need it no more; text streams as it decodes."""
-    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
-    trained.pre_tokenizer, trained.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=40, special_tokens=["</s>"], show_progress=False,
-                                              initial_alphabet=list("</>"))
-    trained.train_from_iterator(["the cat sat on the mat"] * 9, trainer)
-    trained.save(str(tmp_path / "tokenizer.json"))
-    words = "the cat sat </s> on the mat " * 40
-    (tmp_path / "my.txt").write_text(words)
-    prepare = lambda kind, **how: any_tokens.prepare(tmp_path / kind.partition(":")[0], files=[tmp_path / "my.txt"],
-                                                     tokenizer=kind, **how)
-    data = prepare(f"hf:{tmp_path}")
-    (tmp_path / "tokenizer.json").unlink()
-    text = Text(data.meta["tokenizer"], data.meta["table"])
-    assert trained.decode(data.val[:].tolist()) in words and text.n_vocab == data.vocab_size
-    assert 0 not in data.train[:] and 0 in text.encode("the </s>") and text.eot_token == 0  # a document's </s> is text
-    ids = text.encode("the cat") + text.encode(" sat")
-    text.begin(ids[:2])
-    assert "the cat"[:len(trained.decode(ids[:2]))] + "".join(map(text.decode, ids[2:])) == trained.decode(ids)
-    make_run(tmp_path / "run", tokenizer=text.name, table=text.table)
-    assert run(out_dir=tmp_path / "run", prompt="the cat", max_new_tokens=20).out.startswith("the cat")
-    ranks = Text("gpt2", vocab=VOCAB).encoding._mergeable_ranks
-    lines = [base64.b64encode(token) + b" %d" % rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])]
-    (tmp_path / "r50k_base.tiktoken").write_bytes(b"\n".join([*lines, b""]))  # tiktoken knows its sha256
-    data = prepare("tiktoken:r50k_base", vocab=tmp_path)
-    text = Text("tiktoken:r50k_base", vocab=tmp_path)
-    assert text.name == data.meta["tokenizer"] and data.vocab_size == text.n_vocab == 50257 and text.eot_token == 50256
-    assert "".join(map(text.decode, data.val[:-1].tolist())) in words
-    assert (Text("char", "a\n\0").eot_token, Text("char", "ab\n").eot_token) == (2, 2)  # the zero before the line feed
 
 
 def test_the_same_seed_says_the_same(out):
