@@ -430,33 +430,33 @@ STEP = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")  # audit event
 
 
 def test_a_preparation_killed_again_and_again(tmp_path, monkeypatch):
-    """At any of its steps, or before each of its renames, in turn of two sources that give files of the same sizes:
-    what is left is whole, or unfinished. test_data.py kills that of data/tokens."""
+    """At any of its steps, or before each of its renames, over the whole files of another source that are of the same
+    sizes, and over what that leaves: what there is then is whole, or unfinished. test_data.py kills that of
+    data/tokens."""
     for name, value in (("FULL_CHECK_TOKENS", 0), ("SPOT_CHECKS", 2), ("SPOT_TOKENS", 2)):
         monkeypatch.setattr(prepared, name, value)  # content is for us to look at
-    source, sound, steps, kills, folder = [tmp_path / "of", tmp_path / "if"], [], [], 0, tmp_path / "d"
-    prepare = lambda folder, source, at=0: dying(
+    folder, sound, kills = tmp_path / "d", {}, 0
+    prepare = lambda source, at=0: dying(
         at, partial(pystdlib.prepare, folder, stdlib=source, val_fraction=0.2), folder, STEP if CHAOS else STEP[1:2])
-    for path in source:
+    for source in (tmp_path / "of", tmp_path / "if"):
         for i in range(40):
-            (path / f"p{i % 4}").mkdir(parents=True, exist_ok=True)
-            (path / f"p{i % 4}/m{i}.py").write_text(f"# {i} {path.name}\n" * 50)
-        steps.append(prepare(tmp_path / f"whole_{path.name}", path)[1])
-        sound.append(prepared.Tokens(tmp_path / f"whole_{path.name}"))
-    assert steps[0] == steps[1] >= 3 and len(sound[0].val) == len(sound[1].val)
-    sound = [tokens.sha256 for tokens in sound]
-    for i in range(2 * steps[0]):
-        if i % 2 == 0:  # over a whole one
-            prepare(folder, source[0])
-            assert prepared.Tokens(folder).sha256 == sound[0] != sound[1]
-        kills += prepare(folder, source[(i + 1) % 2], i // 2 + 1)[0] != 0
-        try:
-            left = prepared.Tokens(folder)
-        except prepared.DataError as error:
-            assert "prepare" in str(error)
-        else:
-            left.verify()
-            assert left.sha256 in sound
-    assert kills > i / 2 and prepare(folder, source[1])[0] == 0
-    assert prepared.Tokens(folder).sha256 == sound[1]
+            (source / f"p{i % 4}").mkdir(parents=True, exist_ok=True)
+            (source / f"p{i % 4}/m{i}.py").write_text(f"# {i} {source.name}\n" * 50)
+        code, steps = prepare(source)
+        sound[source] = prepared.Tokens(folder).sha256
+    first, second = sound
+    assert code == 0 and steps >= 3 and sound[first] != sound[second]
+    for at in range(1, steps + 1):
+        prepare(first)
+        for source in (second, first):
+            kills += prepare(source, at)[0] != 0
+            try:
+                left = prepared.Tokens(folder)
+            except prepared.DataError as error:
+                assert "prepare" in str(error)
+            else:
+                left.verify()
+                assert left.sha256 in sound.values()
+    assert kills > steps and prepare(second)[0] == 0
+    assert prepared.Tokens(folder).sha256 == sound[second]
     assert {p.name for p in folder.iterdir()} == {"train.bin", "val.bin", "meta.json", ".lock"}

@@ -68,8 +68,7 @@ def folder_1000(tmp_path_factory):
 def edit_meta(folder, **changes):
     """Change fields of a meta.json, as another program might write them."""
     path = folder / "meta.json"
-    meta = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({**meta, "crc32": prepared.meta_crc32(meta)}))
+    writer.write_sealed(path, json.loads(path.read_text()) | changes)
 
 
 def write_files(root, files):

