@@ -640,6 +640,7 @@ def test_tiktokens_own_files(tmp_path, prepare):
     tokens, text = prepare(files=[write_jsonl(tmp_path / "a.jsonl", ["the cat sat"] * 40)], **how), Text(**how)
     assert text.name == tokens.meta["tokenizer"] and tokens.vocab_size == text.n_vocab == 50257
     assert tokens.val[:4].tolist() == [*text.encode("the cat sat"), 50256]
+    assert text.encode("<|endoftext|>") == [50256] and 50256 not in text.encode_ordinary("<|endoftext|>")
 
 
 # ---- data/tokens: what people bring
