@@ -6,6 +6,7 @@
 import contextlib
 import functools
 import os
+import signal
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from faults import LONG_FORM
-from helpers import TINY, arguments, events, losses, record, refuse, saved, state, stops_at, succeed, write_data
+from helpers import TINY, acting, arguments, events, losses, record, refuse, saved, state, stops_at, succeed, write_data
 
 import train
 from common.errors import ConfigError
@@ -93,7 +94,12 @@ def test_a_compiled_layer_is_one_graph_on_several_processes(launch, data, out, p
 
 
 def last_rank_stops(rank):
-    return stops_at(2) if rank else LM
+    """It is told so by two signals at once, as Slurm does."""
+    def act(n, lm, loss):
+        if rank and n == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGTERM)
+    return acting(act)
 
 
 def saves_as_read(argv):
@@ -118,11 +124,12 @@ def saves_as_read(argv):
 
 
 def test_a_checkpoint_is_the_same_file_for_any_number_of_processes(launch, one, data, out):
-    """Two shards begin, one process goes on, four shards read it and finish. With Muon; AdamW has the rest."""
+    """Two shards begin, one process goes on, four shards read it and finish. With Muon; AdamW has the rest. Whichever
+    is told to stop, the first says so."""
     argv = lambda world, **more: arguments(data, out, MIXED, resume="auto", micro_batch_size=12 // world,
                                            optimizer="muon", **more)
-    launch(argv(2, parallel="fsdp"), 2, LM=last_rank_stops).succeed()
-    assert saved(out)[1]["step"] == 2
+    r = launch(argv(2, parallel="fsdp"), 2, LM=last_rank_stops).succeed()
+    assert ["stopped after step 2 " in r.said(rank) for rank in (0, 1)] == [True, False], r.said()
     assert "stopped after step 4" in succeed(argv(1), LM=stops_at(2)).out
     before = state(out)
     assert "continuing from" in launch(argv(4, parallel="fsdp"), 4, main=saves_as_read).succeed().said()
