@@ -1,5 +1,4 @@
-"""Whole layers against transformers' own, with the same weights: outputs and every gradient, in float64. And the
-gradient of the initial state of Mesa, which it lacks.
+"""Whole layers against transformers' own, with the same weights: outputs and every gradient, in float64.
 
 transformers casts to float32 inside these layers; here that is lifted, so that all compute in float64. Its weights are
 made from ours by differentiable functions, so the gradients of both are those of our tensors.
@@ -11,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from torch.func import functional_call
 from transformers.models.kimi_linear import modeling_kimi_linear
@@ -21,7 +19,6 @@ from transformers.models.rwkv import modeling_rwkv
 
 import families  # noqa: F401
 from initialisation import draw
-from kernels.linear_attention import mesa
 from model import FAMILIES, NORMS, Layer, ModelConfig, RMSNorm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -161,20 +158,3 @@ def test_rwkv4_is_transformers_block(d):
                 "feed_forward.time_mix_receptance": r2, "feed_forward.time_mix_key": k2}
 
     agree(layer, theirs, weights, d, 1e-12)
-
-
-@pytest.mark.parametrize("T", [1, 7, 70])
-def test_the_gradient_of_mesas_initial_state_is_that_of_the_loop(T):
-    """Also of the part of H that is not symmetric, which only a loss outside the model can ask for."""
-    torch.manual_seed(0)
-    draw = lambda *shape: torch.randn(2, *shape, dtype=torch.float64)
-    q, k, v, H, U = draw(T, 2, 4), F.normalize(draw(T, 2, 4), dim=-1), draw(T, 2, 3), draw(2, 4, 4), draw(2, 4, 3)
-    state = [(H @ H.mT).requires_grad_(), U.requires_grad_()]
-    timed, ridge, grads = (draw(T, 2).sigmoid(), -draw(T, 2).exp()), torch.rand(2, 4, dtype=torch.float64) + 0.5, []
-    weights = draw(T, 2, 3), draw(2, 4, 4), draw(2, 4, 3)
-    for backend in ("", "torch"):
-        o, after = mesa(q, k, v, *timed, ridge, tuple(state), backend=backend)
-        total = sum((a * w).sum() for a, w in zip((o, *after), weights, strict=True))
-        grads.append(torch.autograd.grad(total, state))
-    for fast, slow in zip(*grads, strict=True):
-        torch.testing.assert_close(fast, slow, rtol=1e-10, atol=1e-10)
