@@ -304,24 +304,25 @@ def test_without_hard_links_it_copies(tmp_path, monkeypatch):
     assert [load(path)[1]["step"] for path in checkpoint.candidates(tmp_path)] == [2, 1, 1]
 
 
-def test_a_kill_before_the_oldest_is_deleted_leaves_that_to_the_resumed_run(tmp_path, monkeypatch):
-    manager = checkpoint.CheckpointManager(tmp_path)
-    for step in (10, 20):
-        manager.save({"w": torch.zeros(2)}, {"step": step})
-    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-        m.setattr(Path, "unlink", mock.Mock(side_effect=KeyboardInterrupt))
-        manager.save({"w": torch.zeros(2)}, {"step": 30})
-    assert files(tmp_path) == ["checkpoint", "checkpoint-10", "checkpoint-20"]
-    for path in (tmp_path / checkpoint.NEWEST, tmp_path / "checkpoint-20.safetensors"):  # the second: nothing goes
-        checkpoint.CheckpointManager(tmp_path).on_resume(path, load(path)[1])
-        assert files(tmp_path) == ["checkpoint", "checkpoint-20"]
+def killed_at(monkeypatch, place, name, save):
+    """`save` is interrupted where it calls this function."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(place, name, mock.Mock(side_effect=KeyboardInterrupt))
+        save()
 
 
-def test_a_kill_before_the_best_has_its_name_leaves_that_to_the_resumed_run(tmp_path, monkeypatch):
+def test_a_kill_leaves_the_rest_to_the_resumed_run(tmp_path, monkeypatch):
+    """Before the best has its name, and before the oldest is deleted."""
     manager, newest = checkpoint.CheckpointManager(tmp_path), tmp_path / checkpoint.NEWEST
-    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-        m.setattr(os, "link", mock.Mock(side_effect=KeyboardInterrupt))
-        manager.save({"w": torch.zeros(2)}, {"step": 10}, loss=1.0)
+    write = lambda step, **loss: manager.save({"w": torch.zeros(2)}, {"step": step}, **loss)
+    go_on = lambda path: checkpoint.CheckpointManager(tmp_path).on_resume(path, load(path)[1])
+    killed_at(monkeypatch, os, "link", functools.partial(write, 10, loss=1.0))
     assert files(tmp_path) == ["checkpoint"]
-    checkpoint.CheckpointManager(tmp_path).on_resume(newest, load(newest)[1])
+    go_on(newest)
     assert load(tmp_path / checkpoint.BEST)[1]["step"] == 10 and checkpoint.steps(tmp_path) == {10: newest}
+    write(20)
+    killed_at(monkeypatch, Path, "unlink", functools.partial(write, 30))
+    assert files(tmp_path) == ["best", "checkpoint", "checkpoint-10", "checkpoint-20"]
+    for path in newest, tmp_path / "checkpoint-20.safetensors":  # the second: nothing goes
+        go_on(path)
+        assert files(tmp_path) == ["best", "checkpoint", "checkpoint-20"]

@@ -26,6 +26,7 @@ from operators import (
     wrong,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kernels import build, ops
 from kernels.ops import attention, causal_conv1d, linear_cross_entropy
@@ -185,23 +186,29 @@ def test_loss_that_ignores_all_none_or_an_infinity():
         assert distance(linear_cross_entropy(some, weight, of), true) < 1e-6
 
 
+class Seen(TorchDispatchMode):
+    """The names of all operators that run, and the tensors that they make."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.made = [], []
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        out = f(*args, **(kwargs or {}))
+        self.names.append(str(f))
+        self.made += [part for part in tree_leaves(out) if isinstance(part, torch.Tensor)]
+        return out
+
+
 def test_loss_keeps_two_bytes_a_logit_and_never_makes_all_in_float32(monkeypatch):
     monkeypatch.setitem(ops.LOGITS_AT_ONCE, "cpu", 4096)
     x, weight, targets = loss_inputs(256, 8, 512, BF16)
-    made = []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
-            out = f(*args, **(kwargs or {}))
-            made.extend(o for o in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(o, torch.Tensor))
-            return out
-
     x.requires_grad_(), weight.requires_grad_()
-    with Sizes(), what_autograd_keeps() as kept:
+    with Seen() as seen, what_autograd_keeps() as kept:
         linear_cross_entropy(x, weight, targets).backward()
     logits = x.shape[0] * weight.shape[0]
     assert sum(kept.values()) <= 2 * logits + 2 * (x.numel() + weight.numel()) + 8 * len(x)
-    large = [t for t in made if t.numel() > max(4096, weight.numel())]
+    large = [t for t in seen.made if t.numel() > max(4096, weight.numel())]
     assert large and all(t.dtype == BF16 for t in large) and len({t.untyped_storage().data_ptr() for t in large}) == 1
 
 
@@ -290,15 +297,6 @@ def test_rms_norm_of_any_shape_and_eps():
 
 def test_modes_see_the_operators():
     """Which trace, count or choose what to recompute: so they go through the dispatcher, forward and backward."""
-    seen = []
-
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
-            seen.append(str(f))
-            return f(*args, **(kwargs or {}))
-
-    with Names():
+    with Seen() as seen:
         graded(causal_conv1d, conv_inputs(1, 5, 3, 3))
-    assert {"longhorn.causal_conv1d.default", "longhorn.causal_conv1d_backward.default"} <= set(seen)
-
-
+    assert {"longhorn.causal_conv1d.default", "longhorn.causal_conv1d_backward.default"} <= set(seen.names)
