@@ -160,10 +160,6 @@ def on_rows(state, rows):
     return state[rows] if getattr(state, "ndim", 0) > 0 else state
 
 
-def tensors_of(state):
-    return [a for part in state for a in tensors_of(part)] if isinstance(state, (list, tuple)) else [state]
-
-
 def joined(states):
     """One state with the rows of several."""
     if isinstance(states[0], (list, tuple)):
@@ -273,7 +269,7 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         if before is None:
             none = self.model.embed.weight.new_zeros(B, 1, self.config.vocab_size)
             before = State([(list(range(B)), empty)], none, 0)
-        grows = any(0 in a.shape or a.dim() < 2 for a in tensors_of(empty))
+        grows = any(0 in a.shape or a.dim() < 2 for a in load_sources()[0].tensors_of(empty))
         alone = grows and self.config.documents == "pack"  # rows of a cache cannot end documents at different places
         last, after = before.last.clone(), []
         logits = last.repeat(1, 1 + max(1, *counts), 1)
