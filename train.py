@@ -118,8 +118,8 @@ def train(config, model, data, evaluate, schedule=None):
             state_dict() to survive a resume: in a registered buffer, or through get_extra_state and set_extra_state as
             in experiments/vision/classify.py. A plain attribute is lost.
         data: micro_batches(step, rank, world_size, micro_batch_size) yields (x, y, weight), the micro-batch's share of
-            the step's targets (those that are not -1; each has one) times the processes; sequences_per_step,
-            identity, meta, derived() for the records; check_unchanged() (see TokenData).
+            the step's targets (those that are not -1; each has one) times the processes; identity, meta,
+            derived() for the records; check_unchanged() (see TokenData).
         evaluate: (model, final) -> {"val_loss": nats, ...}; all other metrics are logged, the final ones also go to
             result.json. "stop": True ends the run after this step.
         schedule: (step, config) -> learning rate as a fraction of the peak; default: learning_rate_factor.
@@ -132,7 +132,7 @@ def train(config, model, data, evaluate, schedule=None):
     if config.self_check == "only":
         line = self_check(model, dtype, config.compile)
         return distributed.say(line)
-    with (Telemetry(config, data, device) as telemetry, Folder(config, model, data, telemetry.say) as folder,
+    with (Telemetry(config, device) as telemetry, Folder(config, model, data, telemetry.say) as folder,
           Signals() as signals):  # out of memory becomes one line in Folder
         telemetry.say(self_check(model, dtype, config.compile) if config.self_check == "on" else "self-check: off")
         forward = distributed.parallelize(model, config, data)  # torch.compile; DistributedDataParallel or fully_shard

@@ -216,7 +216,7 @@ class ImageData:
     ConfigError."""
 
     def __init__(self, config, device):
-        self.config, self.device, self.sequences_per_step = config, device, config.batch_images
+        self.config, self.device = config, device
         self.train, self.val, self.classes, self.identity = load(config.dataset)
         self.steps_per_epoch = len(self.train.labels) // config.batch_images  # the remainder is dropped
         if not self.steps_per_epoch:

@@ -153,7 +153,7 @@ class TokenData:
         seed: of the order of windows; device: where batches go, a torch device or its name.
 
     Attributes: identity: the sha256 of both splits: equal data has equal identity;
-        meta: dict, meta.json; sequences_per_step: int, over all processes;
+        meta: dict, meta.json;
         file_times: [[bytes, mtime in ns] of train.bin, of val.bin] at construction.
 
     Raises DataError for a batch that is not a whole number of windows, or has more than 2^24 of them.
@@ -178,7 +178,6 @@ class TokenData:
         self.device = device
         self.identity = tokens.sha256
         self.meta = tokens.meta
-        self.sequences_per_step = self.windows_per_step
         self.n_train_windows = n_windows(len(tokens.train), block_size)
         self._remember([tokens.train, tokens.val])
 

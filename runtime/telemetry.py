@@ -25,13 +25,13 @@ SHOWN = {"train_loss": "loss {:.4f}", "lr": "lr {:.2e}", "grad_norm": "norm {:.2
 
 
 class Telemetry:
-    """`with Telemetry(config, data, device) as telemetry`: a run's output, from rank 0. `open` says where it begins.
+    """`with Telemetry(config, device) as telemetry`: a run's output, from rank 0. `open` says where it begins.
 
     val_loss: of the current step's evaluation, by which the best checkpoint is chosen; None without one.
     """
 
-    def __init__(self, config, data, device):
-        self.config, self.data, self.device = config, data, device
+    def __init__(self, config, device):
+        self.config, self.device = config, device
         self.out = Path(config.out_dir)
         self.is_main, self.world_size = distributed.rank() == 0, distributed.world_size()
         self.bar = self.metrics = self.val_loss = None
@@ -81,13 +81,12 @@ class Telemetry:
     def summary(self, mixed_by):
         """Two lines about the run: its model, where it runs, and its data."""
         config, derived = self.config, self.derived
-        micro_batches = math.ceil(self.data.sequences_per_step / self.world_size / config.micro_batch_size)
+        parts = f", {derived['accumulation']} micro-batches per step" if "accumulation" in derived else ""
         epochs = f" = {derived['epochs']:.2f} epochs" if "epochs" in derived else ""
         return [
             f"{config.pattern or config.model}: {derived['parameters']['total']:,} parameters; "
             f"{derived['device_name']} x {self.world_size}, {config.dtype}; tokens mixed by {mixed_by}",
-            f"data: {config.dataset}; {config.max_iters:,} steps of {config.batch_tokens:,} tokens{epochs}, "
-            f"{micro_batches} micro-batches per step"]
+            f"data: {config.dataset}; {config.max_iters:,} steps of {config.batch_tokens:,} tokens{epochs}{parts}"]
 
     # ---------------------------------------------------------------------------------------------------- the step
 

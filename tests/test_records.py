@@ -226,13 +226,12 @@ def test_the_numbers_of_a_resumed_run_and_their_units(tmp_path, monkeypatch, cap
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(telemetry, "peak_flops", lambda name: 1e6)
     monkeypatch.setattr(telemetry, "draw_loss", lambda folder: None)
-    config = TrainConfig(out_dir=str(tmp_path), batch_tokens=700, max_iters=6, log_interval=2, dtype="bfloat16", seed=9,
-                         micro_batch_size=3)
-    data = SimpleNamespace(sequences_per_step=7)
+    config = TrainConfig(out_dir=str(tmp_path), batch_tokens=700, max_iters=6, log_interval=2, dtype="bfloat16", seed=9)
     progress = Progress(config.max_iters, seconds=50.0, best_val_loss=2.5, skipped=1, code_versions=["a", "b"])
-    derived = {"device_name": "cpu", "flops_per_token": 30, "parameters": {"total": 11}, "processes": 2, "epochs": 1.25}
+    derived = {"device_name": "cpu", "flops_per_token": 30, "parameters": {"total": 11}, "processes": 2, "epochs": 1.25,
+               "accumulation": 2}
     found = Found(progress, derived, 3, environment={"commit": "c0"}, log=Log(tmp_path))
-    t = telemetry.Telemetry(config, data, torch.device("cpu"))
+    t = telemetry.Telemetry(config, torch.device("cpu"))
     t.world_size = 2
     t.open(found, "nothing")
     for step in t.steps(SimpleNamespace(stopping=False)):
@@ -242,7 +241,7 @@ def test_the_numbers_of_a_resumed_run_and_their_units(tmp_path, monkeypatch, cap
     t.log_evaluation(4, {"val_loss": 3.0})  # not the best; of a step before, so that it is logged
     assert t.finish(None) == {"val_loss": 3.0}
     said = capsys.readouterr().out
-    assert "6 steps of 700 tokens = 1.25 epochs, 2 micro-batches per step" in said  # of 7 windows, and 3 at a time
+    assert "6 steps of 700 tokens = 1.25 epochs, 2 micro-batches per step" in said
     assert "finished: 4,200 tokens in 74 s" in said
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     first, second = read_log(tmp_path, "train")

@@ -1148,7 +1148,7 @@ class Line(torch.nn.Module):
 
 
 class Points:
-    identity, meta, sequences_per_step = {"points": "3x"}, {}, 4
+    identity, meta = {"points": "3x"}, {}
     derived, check_unchanged = lambda self, config, world_size: {}, lambda self: None
 
     def micro_batches(self, step, rank, world_size, micro_batch_size):

@@ -120,7 +120,7 @@ class RecallData:
     """A run's examples, for train.py's loop. Raises ConfigError if a test example is also a training example."""
 
     def __init__(self, config, device):
-        self.config, self.device, self.sequences_per_step = config, device, config.batch_examples
+        self.config, self.device = config, device
         self.train = generate(config.task(), config.train_examples, config.seed)
         self.test = generate(config.task(), config.test_examples, config.seed, "test")
         if shared := overlap(self.train, self.test):
