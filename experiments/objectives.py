@@ -68,23 +68,9 @@ COSINES = (0.0, 0.25, 0.5, 0.75, 0.95)  # of two keys, where the diagonal form i
 
 def sq(a): return a.square().sum()
 
-# linear attention
-def linear_attention_loss(S, S_prev, k, x, p): return sq(S - S_prev) - 2 * (S @ k) @ x
 def linear_attention(S_prev, k, x, p): return S_prev + outer(x, k)
-
-# RetNet; RWKV 5.1 is the same with a learned decay
-def retnet_loss(S, S_prev, k, x, p): return p.gamma * sq(S - S_prev) + (1 - p.gamma) * sq(S) - 2 * (S @ k) @ x
 def retnet(S_prev, k, x, p): return p.gamma * S_prev + outer(x, k)
-
-# GLA, whose inner product is printed with the wrong sign
-def gla_loss_printed(S, S_prev, k, x, p): return sq(S - S_prev * p.alpha) + 2 * (S @ k) @ x
-def gla_loss(S, S_prev, k, x, p): return sq(S - S_prev * p.alpha) - 2 * (S @ k) @ x
 def gla(S_prev, k, x, p): return S_prev * p.alpha + outer(x, k)
-
-# Griffin: no keys, S is (d,); the last term is printed as a vector, but must mean its sum
-def griffin_loss(S, S_prev, k, x, p):
-    return sq(p.a.sqrt() * (S - S_prev)) + sq((1 - p.a).sqrt() * S) - 2 * ((1 - p.a).sqrt() * S * p.i * x).sum()
-def griffin(S_prev, k, x, p): return p.a * S_prev + (1 - p.a).sqrt() * p.i * x
 
 # Longhorn: Eq. 5, the update of Theorem 3.1 (Eq. 6), and the one printed next to Eq. 5 in Table 4 (Eq. 7)
 def longhorn_loss(S, S_prev, k, x, p): return sq(S - S_prev) + (p.beta * (S @ k - x).square()).sum()
@@ -104,9 +90,7 @@ def longhorn_diagonal_loss(S, S_prev, k, x, p):
 def deltanet_loss(S, S_prev, k, x, p): return sq(S - S_prev) + 2 * p.rate * (S_prev @ k - x) @ (S @ k)
 def deltanet(S_prev, k, x, p): return S_prev - p.rate * outer(S_prev @ k - x, k)
 
-# the implicit step (Longhorn's with one rate for all channels), and that loss's gradient flow for a time p.rate
-def implicit_loss(S, S_prev, k, x, p): return sq(S - S_prev) + p.rate * sq(S @ k - x)
-def implicit(S_prev, k, x, p): return S_prev - p.rate / (1 + p.rate * (k @ k)) * outer(S_prev @ k - x, k)
+# the loss's gradient flow for a time p.rate
 def flow_loss(S, S_prev, k, x, p):
     N = len(k)  # d[S, x]/dt = [S, x] M; the matrix exponential does not use the update's formula
     M = torch.cat([torch.cat([-outer(k, k), k[None]]), torch.zeros(N + 1, 1, dtype=k.dtype)], 1)
@@ -115,26 +99,10 @@ def flow(S_prev, k, x, p):
     kk = k @ k
     return S_prev + torch.expm1(-p.rate * kk) / kk * outer(S_prev @ k - x, k)
 
-# gated DeltaNet and KDA: the explicit step from a state that decays first, by one number or by one per key channel
-def gated_deltanet_loss(S, S_prev, k, x, p): return deltanet_loss(S, p.gamma * S_prev, k, x, p)
-def gated_deltanet(S_prev, k, x, p): return deltanet(p.gamma * S_prev, k, x, p)
-def kda_loss(S, S_prev, k, x, p): return deltanet_loss(S, S_prev * p.alpha, k, x, p)
-def kda(S_prev, k, x, p): return deltanet(S_prev * p.alpha, k, x, p)
-
 # Mamba: RetNet's objective with a separate decay per number of the state
 def mamba_loss(S, S_prev, k, x, p):
     decay = torch.exp(p.delta[:, None] * p.A)  # (d, N)
     return (decay * (S - S_prev).square()).sum() + ((1 - decay) * S.square()).sum() - 2 * (S @ k) @ (p.delta * x)
-def mamba(S_prev, k, x, p): return torch.exp(p.delta[:, None] * p.A) * S_prev + outer(p.delta * x, k)
-
-# HGRN2: the key is 1 - p.alpha; each column is a mean of its old value and x
-def hgrn2_loss(S, S_prev, k, x, p):
-    return (p.alpha * (S - S_prev).square()).sum() + ((1 - p.alpha) * (S - x[:, None]).square()).sum()
-def hgrn2(S_prev, k, x, p): return S_prev * p.alpha + outer(x, 1 - p.alpha)
-
-# RWKV-4: no keys, S = num / den is (d,) and k (d,) the logarithm of x's weight: a weighted mean of values
-def rwkv4_loss(S, S_prev, k, x, p): return (p.z * (S - S_prev).square()).sum() + (k.exp() * (S - x).square()).sum()
-def rwkv4(S_prev, k, x, p): return (p.z * S_prev + k.exp() * x) / (p.z + k.exp())
 
 
 @dataclass
@@ -158,20 +126,26 @@ class Update:
 
 
 UPDATES = [
-    Update("linear attention", "|S - S'|^2 - 2 <S k, x>", "S' + x k^T", linear_attention_loss, linear_attention,
+    Update("linear attention", "|S - S'|^2 - 2 <S k, x>", "S' + x k^T",
+           lambda S, S_prev, k, x, p: sq(S - S_prev) - 2 * (S @ k) @ x, linear_attention,
            note="the loss of a pair, -2 <S k, x>, has no minimum, so a pair that is written again adds up"),
-    Update("RetNet", "g |S - S'|^2 + (1 - g) |S|^2 - 2 <S k, x>", "g S' + x k^T", retnet_loss, retnet,
+    Update("RetNet", "g |S - S'|^2 + (1 - g) |S|^2 - 2 <S k, x>", "g S' + x k^T",
+           lambda S, S_prev, k, x, p: p.gamma * sq(S - S_prev) + (1 - p.gamma) * sq(S) - 2 * (S @ k) @ x, retnet,
            mixers=("retnet", "rwkv", "mamba2"),
            note="the terms without x have their minimum at g S', not at S' as Eq. 4's divergence; the same in GLA, "
                 "Griffin and Mamba"),
-    Update("GLA, as printed", "|S - S' diag(a)|^2 + 2 <S k, x>", "S' diag(a) + x k^T", gla_loss_printed, gla,
-           holds=False,
+    Update("GLA, as printed", "|S - S' diag(a)|^2 + 2 <S k, x>", "S' diag(a) + x k^T",
+           lambda S, S_prev, k, x, p: sq(S - S_prev * p.alpha) + 2 * (S @ k) @ x, gla, holds=False,
            note="with a plus before the inner product the minimum is at S' diag(a) - x k^T; with a minus (next row) it "
                 "holds"),
-    Update("GLA", "|S - S' diag(a)|^2 - 2 <S k, x>", "S' diag(a) + x k^T", gla_loss, gla, "Table 4, except the sign",
+    Update("GLA", "|S - S' diag(a)|^2 - 2 <S k, x>", "S' diag(a) + x k^T",
+           lambda S, S_prev, k, x, p: sq(S - S_prev * p.alpha) - 2 * (S @ k) @ x, gla, "Table 4, except the sign",
            mixers=("gla",)),
+    # no keys: S is (d,); the last term is printed as a vector, but must mean its sum
     Update("Griffin", "|sqrt(a) (s - s')|^2 + |sqrt(1-a) s|^2 - 2 sum sqrt(1-a) s i x", "a s' + sqrt(1-a) i x",
-           griffin_loss, griffin, elementwise=True,
+           lambda S, S_prev, k, x, p: (p.a * (S - S_prev).square() + (1 - p.a) * S.square()
+                                       - 2 * (1 - p.a).sqrt() * S * p.i * x).sum(),
+           lambda S_prev, k, x, p: p.a * S_prev + (1 - p.a).sqrt() * p.i * x, elementwise=True,
            note="holds if the last term is summed; Griffin's own paper has sqrt(1 - a^2) instead of sqrt(1 - a)"),
     Update("Longhorn, Eq. 6", "|S - S'|^2 + |S k - x|^2_diag(b)", "S' + (e * (x - S' k)) k^T,  e = b / (1 + b |k|^2)",
            longhorn_loss, longhorn_exact, "Theorem 3.1", mixers=("longhorn_exact",)),
@@ -188,20 +162,31 @@ UPDATES = [
            note="a gradient step of b on |S k - x|^2 / 2 (Section 4), so it minimises that loss, linearised; Eq. 6 is "
                 "the step b = b' / (1 + b' |k|^2); one eigenvalue of I - b k k^T is below -1 if b |k|^2 > 2"),
     Update("delta rule, implicit", "|S - S'|^2 + b |S k - x|^2", "S' - e (S' k - x) k^T,  e = b / (1 + b |k|^2)",
-           implicit_loss, implicit, "here",
+           lambda S, S_prev, k, x, p: sq(S - S_prev) + p.rate * sq(S @ k - x),
+           lambda S_prev, k, x, p: S_prev - p.rate / (1 + p.rate * (k @ k)) * outer(S_prev @ k - x, k), "here",
            note="--step=implicit, backward Euler: Theorem 3.1 with one b for all channels; e |k|^2 < 1 for any key"),
     Update("delta rule, exact", "|S - flow|^2,  dS/dt = -(S k - x) k^T from S' for a time of b",
            "S' - e (S' k - x) k^T,  e = (1 - exp(-b |k|^2)) / |k|^2", flow_loss, flow, "arXiv 2512.12602",
            note="--step=exact; the flow is that linear system's matrix exponential, computed without a formula for e"),
-    Update("gated DeltaNet", "|S - g S'|^2 + 2 b <g S' k - x, S k>", "g S' - b (g S' k - x) k^T", gated_deltanet_loss,
-           gated_deltanet, "here", mixers=("gated_deltanet",)),
-    Update("KDA", "|S - S' diag(a)|^2 + 2 b <S' diag(a) k - x, S k>", "S' diag(a) - b (S' diag(a) k - x) k^T", kda_loss,
-           kda, "here", mixers=("kda",)),
+    Update("gated DeltaNet", "|S - g S'|^2 + 2 b <g S' k - x, S k>", "g S' - b (g S' k - x) k^T",
+           lambda S, S_prev, k, x, p: deltanet_loss(S, p.gamma * S_prev, k, x, p),
+           lambda S_prev, k, x, p: deltanet(p.gamma * S_prev, k, x, p), "here", mixers=("gated_deltanet",)),
+    Update("KDA", "|S - S' diag(a)|^2 + 2 b <S' diag(a) k - x, S k>", "S' diag(a) - b (S' diag(a) k - x) k^T",
+           lambda S, S_prev, k, x, p: deltanet_loss(S, S_prev * p.alpha, k, x, p),
+           lambda S_prev, k, x, p: deltanet(S_prev * p.alpha, k, x, p), "here", mixers=("kda",)),
     Update("Mamba", "sum_ij a_ij (S_ij - S'_ij)^2 + (1 - a_ij) S_ij^2 - 2 <S k, D x>",
-           "a * S' + (D x) k^T,  a = exp(D A)", mamba_loss, mamba, "here, for A.2", mixers=("mamba",)),
-    Update("HGRN2", "sum_ij f_j (S_ij - S'_ij)^2 + (1 - f_j) (S_ij - x_i)^2", "S' diag(f) + x (1 - f)^T", hgrn2_loss,
-           hgrn2, "here, for A.5"),
-    Update("RWKV-4", "sum z (s - s')^2 + e^k (s - x)^2,  z = e^-w z'", "(z s' + e^k x) / (z + e^k)", rwkv4_loss, rwkv4,
+           "a * S' + (D x) k^T,  a = exp(D A)", mamba_loss,
+           lambda S_prev, k, x, p: torch.exp(p.delta[:, None] * p.A) * S_prev + outer(p.delta * x, k),
+           "here, for A.2", mixers=("mamba",)),
+    # the key is 1 - alpha: each column is a mean of its old value and x
+    Update("HGRN2", "sum_ij f_j (S_ij - S'_ij)^2 + (1 - f_j) (S_ij - x_i)^2", "S' diag(f) + x (1 - f)^T",
+           lambda S, S_prev, k, x, p: (p.alpha * (S - S_prev).square() + (1 - p.alpha) * (S - x[:, None]).square()
+                                       ).sum(),
+           lambda S_prev, k, x, p: S_prev * p.alpha + outer(x, 1 - p.alpha), "here, for A.5"),
+    # no keys: S = num / den is (d,), a weighted mean of values, and k (d,) the logarithm of x's weight
+    Update("RWKV-4", "sum z (s - s')^2 + e^k (s - x)^2,  z = e^-w z'", "(z s' + e^k x) / (z + e^k)",
+           lambda S, S_prev, k, x, p: (p.z * (S - S_prev).square() + k.exp() * (S - x).square()).sum(),
+           lambda S_prev, k, x, p: (p.z * S_prev + k.exp() * x) / (p.z + k.exp()),
            "here, for A.4", elementwise=True, mixers=("rwkv4",)),
 ]
 ROW = {row.name: row for row in UPDATES}
