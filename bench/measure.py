@@ -162,6 +162,8 @@ class Gpu(Cpu):
     name = "cuda"
 
     def __init__(self):
+        if not torch.cuda.is_available():
+            raise ConfigError("PyTorch sees no GPU: use --device=cpu, or --dry-run to try the code on a CPU")
         self.properties = torch.cuda.get_device_properties(0)
         self.flush_bytes = min(4 << 30, self.properties.total_memory // 16)
 

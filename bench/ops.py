@@ -271,11 +271,9 @@ class Options:
 
 def main(argv):
     args = configurator.read(Options, argv, __doc__)
-    if not args.dry_run and not torch.cuda.is_available():
-        raise ConfigError("PyTorch sees no GPU (--dry-run tries the code on a CPU)")
     run = Run(args)
     FUNCTIONS[args.function](run)
-    measure.write_record(run.out, run.record | {"finished": True})
+    measure.finish(run.out, run.record)
 
 
 if __name__ == "__main__":

@@ -189,7 +189,6 @@ UPDATES = [
            lambda S_prev, k, x, p: (p.z * S_prev + k.exp() * x) / (p.z + k.exp()),
            "here, for A.4", elementwise=True, mixers=("rwkv4",)),
 ]
-ROW = {row.name: row for row in UPDATES}
 
 
 def shapes(d, N):

@@ -16,11 +16,12 @@ import mixers
 import model
 from common.errors import ConfigError
 from experiments import objectives as ol
-from experiments.objectives import ROW, UPDATES
+from experiments.objectives import UPDATES
 from tools import parameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DRAWS = 5
+ROW = {row.name: row for row in UPDATES}
 
 
 @pytest.mark.parametrize("name", ROW)
