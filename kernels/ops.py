@@ -138,55 +138,51 @@ def differentiable(name, forward, backward, fake, tensors, results=1):
     arguments, *kept) returns a gradient shaped like each of the tensors, None for absent ones. fake: forward for shapes
     only.
 
-    Returns the function to call. In plain eager mode it calls both bodies from an autograd.Function: torch.library's
-    dispatcher and its Python make a call take about half as long again. custom_op would wrap the bodies once more.
+    Returns the function to call. In plain eager mode it calls both bodies from an autograd.Function: the dispatcher
+    makes a call take about half as long again. A compiled graph holds name_forward and name_backward, which have no
+    gradients of their own: torch.library would ask in Python in each call whether they are wanted.
     """
-    def register(qualname, body, fake, gradient, setup):
-        run = functools.wraps(body)(lambda *args: tensors_only(args[0], body(*args)))
-        schema = torch.library.infer_schema(run, mutates_args=())
-        torch.library.define(qualname, schema, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(qualname, "default", run)
-        torch.library.register_fake(qualname, fake)
-        torch.library.register_autograd(qualname, gradient, setup_context=setup)
-        namespace, name = qualname.split("::")
-        return getattr(getattr(torch.ops, namespace), name).default
-
-    def setup(ctx, inputs, output):
-        kept = output[results:] if isinstance(output, tuple) else ()
-        ctx.others = [None if isinstance(a, Tensor) else a for a in inputs]
-        ctx.save_for_backward(*[a if isinstance(a, Tensor) else None for a in inputs], *kept)
-        ctx.mark_non_differentiable(*[a for a in kept if a is not None])
-        ctx.set_materialize_grads(False)
-
-    def gradient(ctx, *grads):
-        saved, n = ctx.saved_tensors, len(ctx.others)
-        if all([g is None for g in grads[:results]]):
-            return (None,) * n
-        inputs = [a if other is None else other for a, other in zip(saved, ctx.others, strict=False)]
-        dy = torch.zeros_like(inputs[0]) if grads[0] is None else grads[0]
-        eager = is_plain(dy) and not torch.is_grad_enabled()
-        gradients = (backward if eager else op_backward)(dy, *grads[1:results], *inputs, *saved[n:])
-        gradients = [None if a is None else g for a, g in zip(inputs, gradients, strict=False)]
-        return *gradients, *[None] * (n - tensors)
-
-    def refuse(ctx, *grads):
-        raise RuntimeError(f"{name}: the kernels are differentiable once: use backend='torch'")
-
     like = lambda a: None if a is None else torch.empty_like(a, memory_format=torch.contiguous_format)
     fake_backward = lambda *args: tensors_only(args[0], tuple(map(like, args[results:results + tensors])))
-    op = register(f"longhorn::{name}", forward, fake, gradient, setup)
-    op_backward = register(f"longhorn::{name}_backward", backward, fake_backward, refuse, None)
+    run_forward = body_or_op(f"longhorn::{name}_forward", forward, fake)
+    run_backward = body_or_op(f"longhorn::{name}_backward", backward, fake_backward)
 
-    class Eager(torch.autograd.Function):
+    class Gradient(torch.autograd.Function):
+        """The backward where its own gradient can be asked for."""
+
         @staticmethod
         def forward(ctx, *args):
-            output = forward(*args)
-            setup(ctx, args, output)
+            return run_backward(*args)
+
+        @staticmethod
+        def backward(ctx, *grads):
+            raise RuntimeError(f"{name}: the kernels are differentiable once: use backend='torch'")
+
+    class Operator(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args):
+            output = run_forward(*args)
+            kept = output[results:] if isinstance(output, tuple) else ()
+            ctx.others = [None if isinstance(a, Tensor) else a for a in args]
+            ctx.save_for_backward(*[a if isinstance(a, Tensor) else None for a in args], *kept)
+            ctx.mark_non_differentiable(*[a for a in kept if a is not None])
+            ctx.set_materialize_grads(False)
             return output
 
-        backward = staticmethod(gradient)
+        @staticmethod
+        def backward(ctx, *grads):
+            saved, n = ctx.saved_tensors, len(ctx.others)
+            if all([g is None for g in grads[:results]]):
+                return (None,) * n
+            inputs = [a if other is None else other for a, other in zip(saved, ctx.others, strict=False)]
+            dy = torch.zeros_like(inputs[0]) if grads[0] is None else grads[0]
+            run = Gradient.apply if torch.is_grad_enabled() else run_backward
+            gradients = run(dy, *grads[1:results], *inputs, *saved[n:])
+            gradients = [None if a is None else g for a, g in zip(inputs, gradients, strict=False)]
+            return *gradients, *[None] * (n - tensors)
 
-    apply = torch_private.fast_apply(Eager)
+    apply = torch_private.fast_apply(Operator)
+    op = custom_op(f"longhorn::{name}", forward, Operator.apply, "CompositeImplicitAutograd")
 
     def run(*args):
         if not is_plain(args[0]):
@@ -194,6 +190,22 @@ def differentiable(name, forward, backward, fake, tensors, results=1):
         return apply(*args) if torch.is_grad_enabled() else forward(*args)
 
     return run
+
+
+def custom_op(qualname, body, run, key="default"):
+    """Register `run` as the custom op `qualname`, with the signature of `body`; returns the op."""
+    schema = torch.library.infer_schema(body, mutates_args=())
+    torch.library.define(qualname, schema, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(qualname, key, run)
+    namespace, name = qualname.split("::")
+    return getattr(getattr(torch.ops, namespace), name).default
+
+
+def body_or_op(qualname, body, fake):
+    """A function that calls `body` in plain eager mode, and else a custom op that does, without a gradient."""
+    op = custom_op(qualname, body, lambda *args: tensors_only(args[0], body(*args)))
+    torch.library.register_fake(qualname, fake)
+    return lambda *args: (body if is_plain(args[0]) else op)(*args)
 
 
 def is_plain(a):

@@ -159,8 +159,9 @@ def test_opcheck():
     y, hT, chunks = torch.ops.longhorn.scan(*args, cu, "mamba_softplus", True, False)
     torch.library.opcheck(torch.ops.longhorn.scan_backward.default, (
         torch.randn_like(y), None, *args[:5], *[None] * 4, cu, "mamba_softplus", True, False, chunks))
-    torch.library.opcheck(torch.ops.longhorn.scan.default, (
-        *(v.requires_grad_() for v in args), cu, "mamba_softplus", True, False))
+    settings = cu, "mamba_softplus", True, False
+    torch.library.opcheck(torch.ops.longhorn.scan_forward.default, (*args, *settings))
+    torch.library.opcheck(torch.ops.longhorn.scan.default, (*(v.requires_grad_() for v in args), *settings))
 
 
 def test_packed_sequences_compile_as_one_graph():
