@@ -312,12 +312,13 @@ class Text:
         """
         if self.kind == "hf":  # without the special tokens that it would add around a text: the model never saw them
             return {**json.loads(without_end(self.table)[0]), "post_processor": None}
-        file = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-                "post_processor": None}
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
         if self.kind == "char":
-            split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
-            model = {"type": "WordLevel", "vocab": self.ids, "unk_token": "<unk>"}  # an unknown character: an error
-            return {**file, "pre_tokenizer": split, "decoder": {"type": "Fuse"}, "model": model}
+            encoding = Tokenizer(models.WordLevel(self.ids, unk_token="<unk>"))  # an unknown character: an error
+            encoding.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+            encoding.decoder = decoders.Fuse()
+            return json.loads(encoding.to_str())
         if self.kind == "tiktoken":
             ranks = self.encoding._mergeable_ranks
         else:
@@ -326,20 +327,19 @@ class Text:
         merges = []
         for token in sorted(ranks, key=ranks.get):
             if len(token) > 1:
-                merges.append(["".join(BYTES_SHOWN[byte] for byte in part) for part in pair_of(token, ranks)])
-        file["model"] = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                         "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
-                         "vocab": {shown[token]: rank for token, rank in ranks.items()}, "merges": merges}
-        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        before = [level]
+                merges.append(tuple(shown[part] for part in pair_of(token, ranks)))
+        vocab = {shown[token]: rank for token, rank in ranks.items()}
+        encoding = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
+        before = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        special = {}
         if self.kind == "tiktoken":
-            split = {"type": "Split", "pattern": {"Regex": self.encoding._pat_str}, "behavior": "Isolated",
-                     "invert": False}
-            before = [split, level]
-            flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-            special = sorted(self.encoding._special_tokens.items(), key=lambda item: item[1])
-            file["added_tokens"] = [{"id": rank, "content": name, **flags} for name, rank in special]
-        return {**file, "pre_tokenizer": {"type": "Sequence", "pretokenizers": before}, "decoder": level}
+            before.insert(0, pre_tokenizers.Split(Regex(self.encoding._pat_str), "isolated"))
+            special = self.encoding._special_tokens
+        encoding.pre_tokenizer = pre_tokenizers.Sequence(before)
+        encoding.decoder = decoders.ByteLevel()
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        added = [{"id": special[name], "content": name, **flags} for name in sorted(special, key=special.get)]
+        return {**json.loads(encoding.to_str()), "added_tokens": added}
 
 
 def without_end(table):
