@@ -46,7 +46,7 @@ from configurator import Seconds  # noqa: E402
 from kernels import cuda  # noqa: E402
 from runtime.records import fields, read_json  # noqa: E402
 
-CALLS = {"correctness": ("build", "tests", "memcheck", "racecheck", "mamba_ssm", "fused"),
+CALLS = {"correctness": ("build", "tests", "memcheck", "racecheck", "fused"),
          "speed": ("build", "scan_cuda", "profile", "convolution", "loss", "variants"),
          "training": ("build", "training", "training_4096", "training_8192")}
 BUDGET_S = 530  # per call: the build takes 95 s on 4 cores, 25 on 16, and what it leaves goes to the next stages
@@ -98,7 +98,6 @@ def stages(out, dry_run):
         Stage("tests", 200, gpu_tests(), ("pytest", "hypothesis")),
         sanitized("memcheck"),
         sanitized("racecheck"),
-        Stage("mamba_ssm", 30, ops("mamba_ssm", "mamba_ssm"), ("mamba_ssm",)),
         Stage("fused", 30, pytest("tests/test_fused.py"), ("pytest", "hypothesis")),  # other libraries' kernels
         Stage("scan_cuda", 160, ours("scan_cuda", scan), budget=lambda seconds: seconds - 30),
         Stage("profile", 40, ncu + ops("profile", "profiled"), ("ncu",)),

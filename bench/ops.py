@@ -3,7 +3,6 @@
     python bench/ops.py build            # compiles every kernel that the tests and benchmarks use
     python bench/ops.py small            # small scans and convolutions, for compute-sanitizer to watch
     python bench/ops.py profiled         # one forward and backward of some scans, for Nsight Compute
-    python bench/ops.py mamba_ssm        # mamba-ssm's scan, compared with float64
     python bench/ops.py convolution      # compared with float64, then timed beside PyTorch's and causal-conv1d's
     python bench/ops.py loss             # the same for the head and its loss, in one kernel and in PyTorch's
     python bench/ops.py variants         # the scan in other tunings, each compiled and timed in a process of its own
@@ -48,10 +47,16 @@ CONV_WIDTHS = (4, 1, 3, 8)  # the models', and tests/operators.py's
 VOCABULARIES = (50304, 301, 128256)  # of the benchmark, and of tests/test_ops.py
 # family, B, T, D, N, dtype: as many lanes as channels (many rows) or more (few rows), whole chunks and blocks or a
 # remainder; whole ones with T = 256 are split into segments
-SMALL = [("longhorn", 264, 32, 128, 16, "bfloat16"), ("longhorn", 1, 256, 128, 16, "float32"),
-         ("longhorn", 288, 33, 20, 16, "bfloat16"), ("longhorn", 1, 300, 150, 16, "float32"),
-         ("longhorn", 1, 40, 70, 64, "bfloat16"), ("mamba", 2, 70, 150, 16, "float32"),
-         ("exact", 2, 70, 150, 16, "float32"), ("mamba", 1, 256, 128, 16, "bfloat16")]
+SMALL = [
+    ("longhorn", 264, 32, 128, 16, "bfloat16"),
+    ("longhorn", 1, 256, 128, 16, "float32"),
+    ("longhorn", 288, 33, 20, 16, "bfloat16"),
+    ("longhorn", 1, 300, 150, 16, "float32"),
+    ("longhorn", 1, 40, 70, 64, "bfloat16"),
+    ("mamba", 2, 70, 150, 16, "float32"),
+    ("exact", 2, 70, 150, 16, "float32"),
+    ("mamba", 1, 256, 128, 16, "bfloat16"),
+]
 # B, T, D, N; T of the last is split in the backward
 TIMED = [(64, 1024, 1536, 16), (64, 1024, 1536, 64), (8, 4096, 1536, 16)]
 TINY = [(2, 64, 64, 16)]  # in place of TIMED in a dry run
@@ -159,10 +164,6 @@ def inputs(run, shape, dtype=torch.bfloat16):
     return {name: v.to(run.gpu.name) for name, v in measure.make_inputs(*shape, dtype).items()}
 
 
-def mamba_ssm(run):
-    print(f"in short: {scan.check_mamba_ssm(run.gpu)}")
-
-
 # ---------------------------------------------------------------------------------------------------------- time
 
 def check_right(what, f, plain, a, slack):
@@ -257,7 +258,7 @@ def variants(run):
 
 # ----------------------------------------------------------------------------------------------------------------- main
 
-FUNCTIONS = (build, small, profiled, mamba_ssm, convolution, loss, timed, variants)
+FUNCTIONS = (build, small, profiled, convolution, loss, timed, variants)
 FUNCTIONS = {f.__name__: f for f in FUNCTIONS}
 
 
