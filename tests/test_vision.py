@@ -344,7 +344,7 @@ def whole(tmp_path_factory):
 
 def test_the_records_of_a_run(whole):
     out, said = whole
-    assert "agree to " in said.out and "state left out: LonghornTwoWays keeps none" in said.out
+    assert "agree to " in said.out and "states" not in said.out and "no initial_state" in said.out
     result, last = record(out), events(out, "eval")[12]
     assert list(events(out, "eval")) == [5, 10, 12] and result["tokens"] == 12 * 64 * 17
     assert {"val_accuracy", "ema_accuracy", "ema_loss"} <= last.keys() and result["val_images"] == 450
