@@ -29,6 +29,7 @@ from operators import (
     OPERATORS,
     PAIRS,
     THREADS,
+    cast,
     conv_inputs,
     conv_wrong,
     generator,
@@ -522,36 +523,25 @@ def test_gpu_packed_sequences(update):
     assert not gpu_failures(update, a, cu_seqlens=cu.cuda())
 
 
-def gpu_inputs(*shape, dtype=BF16):
-    return {n: v.cuda().requires_grad_() for n, v in inputs("longhorn", *shape, dtype=dtype).items()}
-
-
-def gpu_results(f, a):
-    y, hT = f(**a, return_state=True)
-    return [y.detach(), hT.detach(), *torch.autograd.grad(y.float().sum() + hT.sum(), list(a.values()))]
-
-
 @on_gpu
-def test_gpu_runs_agree_to_the_bit_also_on_another_stream_compiled_and_checkpointed():
-    a = gpu_inputs(4, 200, 300, 16)
-    want = gpu_results(longhorn_scan, a)
-    side = torch.cuda.Stream()
+@pytest.mark.parametrize("name, sizes", [("longhorn", {"N": 16}), ("conv", {})])
+def test_gpu_runs_agree_to_the_bit_also_on_another_stream_compiled_and_checkpointed(name, sizes):
+    row, side = OPERATORS[name], torch.cuda.Stream()
+    a = {n: v.cuda() for n, v in cast(row, row.draw(200, B=4, D=300, **sizes), BF16).items()}
+    want = graded(row.run, a)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        streamed = gpu_results(longhorn_scan, a)
+        streamed = graded(row.run, a)
     torch.cuda.current_stream().wait_stream(side)
-    names = list(a)
-    again = lambda **kw: torch.utils.checkpoint.checkpoint(
-        lambda *v: longhorn_scan(**dict(zip(names, v, strict=True)), return_state=True),
-        *(kw[n] for n in names), use_reentrant=False)
-    compiled = torch.compile(longhorn_scan, fullgraph=True, backend="aot_eager")
-    for got in (gpu_results(longhorn_scan, a), streamed, gpu_results(again, a), gpu_results(compiled, a)):
-        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    again = lambda **a: torch.utils.checkpoint.checkpoint(row.run, **a, use_reentrant=False)
+    compiled = torch.compile(row.run, fullgraph=True, backend="aot_eager")
+    for got in (graded(row.run, a), streamed, graded(again, a), graded(compiled, a)):
+        assert all(torch.equal(got[n], v) for n, v in want.items())
 
 
 @on_gpu
 def test_gpu_graph_replays():
-    a = {n: v.detach() for n, v in gpu_inputs(2, 100, 256, 16).items()}
+    a = {n: v.cuda() for n, v in inputs("longhorn", 2, 100, 256, 16, dtype=BF16).items()}
     longhorn_scan(**a)  # builds and loads the kernels: not allowed while capturing
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
