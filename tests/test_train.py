@@ -103,10 +103,10 @@ def test_the_default_run_is_the_one_in_its_record():
 def test_records_go_to_a_folder_named_after_the_last_config_file_or_what_it_began_with(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("one", "two"):
-        (tmp_path / f"{name}.py").write_text("max_iters = 1\n")
-    argv = [argument for argument in arguments(data, "") if "out_dir" not in argument and "max_iters" not in argument]
+        (tmp_path / f"{name}.py").touch()
+    argv = arguments(data, "", max_iters=1)
     succeed(["one.py", "two.py", *argv])
-    succeed([*argv, "--max_iters=1", "--model=llama"])
+    succeed([*argv, "--model=llama"])
     for origin in ("out/llama", "out/llama_tuned/best.safetensors"):
         succeed([*argv, "--max_iters=1", f"--init_from={origin}"])
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["llama", "llama_tuned", "llama_tuned_tuned",
