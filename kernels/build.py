@@ -1,7 +1,7 @@
 """Builds the native libraries on first use, caches and loads them (called by ctypes).
 
-longhorn_scan.cu and conv_norm.cu are compiled by a C++ compiler for the CPU, they and loss.cu by nvcc or NVRTC for a
-GPU, without PyTorch's headers. Libraries are cached under build/, keyed by a hash of source, flags, compiler and
+longhorn_scan.cu and conv_norm.cu are compiled by a C++ compiler for the CPU, they, loss.cu and sums.cu by nvcc or NVRTC
+for a GPU, without PyTorch's headers. Libraries are cached under build/, keyed by a hash of source, flags, compiler and
 machine; $LONGHORN_BUILD_DIR sets another folder, $CXX and $NVCC other compilers. A GPU gets one library per dtype and
 state shape, convolution width or vocabulary: each compiles in seconds, all of them would take minutes.
 
@@ -34,10 +34,12 @@ ROOT = Path(__file__).resolve().parent.parent
 SCAN = ROOT / "longhorn_scan.cu"
 CONV = ROOT / "kernels" / "conv_norm.cu"
 LOSS = ROOT / "kernels" / "loss.cu"
+SUMS = ROOT / "kernels" / "sums.cu"
 HEADER = ROOT / "kernels" / "lanes.h"
 CHUNK = 32  # steps between the states that the forward keeps; CHUNK of longhorn_scan.cu
 MAX_WIDTH = 8  # of the convolution kernels; MAX_WIDTH of conv_norm.cu
 CUDA_THREADS = 128  # THREADS of lanes.h
+BLOCK_SUMS = 32  # that a block of the kernel of sums takes; NUMBERS of sums.cu
 CONV_TILE = 64  # steps per thread of the CUDA convolution; CONV_TILE of conv_norm.cu
 
 
@@ -119,8 +121,8 @@ def _compile(compiler, flags, sources, folder):
 
 
 def build_cuda(update, dtype, shape, architecture, way=None, source=None, folder=None):
-    """`build` for a GPU architecture such as 'sm_90': the kernels of an update, or of "conv" or "loss", for a dtype and
-    shape as in `cuda.defines`. way: one of `cuda.ways`; None: the first that works."""
+    """`build` for a GPU architecture, say 'sm_90': the kernels of an update, of "conv", "loss" or "sums", for a dtype
+    and shape as in `cuda.defines`. way: one of `cuda.ways`; None: the first that works."""
     if way is None:
         return _first_that_works(architecture, lambda way: build_cuda(update, dtype, shape, architecture, way, source,
                                                                       folder))
@@ -219,14 +221,17 @@ ConvArgs = _struct("ConvArgs", """B T D W dtype silu splits threads *x x_b x_t *
     out_t *dy dy_b dy_t *dx *dweight *dbias *dstate""")
 NormArgs = _struct("NormArgs", "rows D tasks threads x_dtype y_dtype *x *dy *weight *rstd *y *dx *dweight &eps")
 LossArgs = _struct("LossArgs", "V stride train *logits *targets *log_p")
+Sum = _struct("Sum", "first parts n columns type *source *to")
+SumsArgs = type("SumsArgs", (ctypes.Structure,), {"_fields_": [("of", 5 * Sum)]})  # TENSORS of sums.cu
 
 Source = collections.namedtuple("Source", "path kernels args steps")  # on a GPU; steps: of a chunk or tile
 
 
 def source_of(update):
-    """The Source of "conv", "loss" or an update of the scan."""
+    """The Source of "conv", "loss", "sums" or an update of the scan."""
     others = {"conv": Source(CONV, cuda.CONV_KERNELS, ConvArgs, CONV_TILE),
-              "loss": Source(LOSS, cuda.LOSS_KERNELS, LossArgs, 0)}
+              "loss": Source(LOSS, cuda.LOSS_KERNELS, LossArgs, 0),
+              "sums": Source(SUMS, cuda.SUMS_KERNELS, SumsArgs, 0)}
     return others.get(update) or Source(SCAN, cuda.SCAN_KERNELS, ScanArgs, CHUNK)
 
 

@@ -21,6 +21,7 @@ SCAN_KERNELS = ("forward_kernel", "forward_whole_kernel", "backward_kernel", "ba
                 "segment_state_kernel", "segment_grad_kernel", "combine_kernel")
 CONV_KERNELS = ("conv_forward_kernel", "conv_backward_kernel")
 LOSS_KERNELS = ("loss_kernel",)
+SUMS_KERNELS = ("sums_kernel",)
 MAX_DYNAMIC_SHARED, CARVE_OUT = 8, 9  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, .._PREFERRED_.._CARVEOUT
 ROOM = 97, 81  # bytes: CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, .._PER_MULTIPROCESSOR
 RESERVED = 1024  # bytes of shared memory that the system reserves per block
@@ -107,12 +108,14 @@ def tuning(name, default):
 
 
 def defines(update, dtype, *shape):
-    """The macros that select the kernels: the scan with `update` for a `cuda_shape` (P, L), "conv" for (W,), or "loss"
-    for (bytes of shared memory for a row,).
+    """The macros that select the kernels: the scan with `update` for a `cuda_shape` (P, L), "conv" for (W,), "loss" for
+    (bytes of shared memory for a row,), "sums" for any.
 
     $LONGHORN_CUDA_DEFINES adds more, to try other tunings: "FORWARD_BLOCKS=5 STAGES=4".
     """
     tuning = [f"-D{word}" for word in tunings() if not word.startswith(("SPLIT_BELOW=", "FILL="))]
+    if update == "sums":
+        return ["-DSUMS", *tuning]
     if update in ("conv", "loss"):
         size = {"conv": "CONV_WIDTH", "loss": "LOSS_ROOM"}[update]
         return [f"-D{update.upper()}_TYPE={TYPES[dtype]}", f"-D{size}={shape[0]}", *tuning]

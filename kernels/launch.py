@@ -11,6 +11,7 @@ from kernels import build, cuda
 SUB = 4  # steps whose states the CUDA backward keeps in registers; SUB of longhorn_scan.cu
 SEGMENT = 128  # the shortest segment that T is split into on a GPU, in steps
 SPLIT_BELOW = 0.6, 1.0  # T is split if a GPU gets at most so many blocks per multiprocessor: forward, backward
+SUM_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # the enums of lanes.h and sums.cu
 UPDATES = ("longhorn", "exact", "mamba")  # the enum of longhorn_scan.cu
 # (P, L) that `cuda_shape` chooses from: L lanes share two channels and hold P states of each
 CUDA_SHAPES = [(P, L) for L in (2, 4, 8, 16, 32) for P in (4, 8)]
@@ -162,6 +163,40 @@ class Kernels:
         return states
 
 
+def gpu_module(update, dtype, shape, device):
+    """`build.cuda_module` for this GPU."""
+    gpu = torch.cuda.get_device_properties(device)
+    return build.cuda_module(update, dtype, shape, f"sm_{gpu.major}{gpu.minor}", device.index)
+
+
+def sums_module(device):
+    """The kernel of `sums`; None on a CPU."""
+    return gpu_module("sums", torch.float32, (), device) if device.type == "cuda" else None
+
+
+def sums(parts, dtypes, columns=0):
+    """The sum of each of `parts` (P, ...), float32, over P, rounded to its one of `dtypes`; None stays None. On a GPU
+    one kernel takes all. columns: the first, (P, columns, n), becomes (n, columns)."""
+    module = sums_module(parts[0].device)
+    args, totals, blocks = build.SumsArgs(), [], 0
+    for i, (a, dtype) in enumerate(zip(parts, dtypes, strict=True)):
+        transposed = i == 0 and columns > 0
+        if a is None or module is None:
+            total = None if a is None else cast(a[0] if len(a) == 1 else a.sum(0), dtype)
+            totals.append(total.t().contiguous() if transposed else total)
+            continue
+        totals.append(empty(a, *a.shape[:0:-1] if transposed else a.shape[1:], dtype=dtype))
+        n = totals[-1].numel()
+        args.of[i] = build.Sum(blocks, len(a), n, columns if transposed else 1, SUM_TYPES.index(dtype))
+        point(args.of[i], source=a, to=totals[-1])
+        blocks += -(-n // build.BLOCK_SUMS)
+    for unused in args.of:
+        unused.first = unused.first if unused.n else blocks  # beyond the last one
+    if blocks:
+        in_stream(parts[0].device, functools.partial(module.launch, "sums_kernel", blocks, args))
+    return totals
+
+
 def in_stream(device, launch):
     """launch(the address of PyTorch's current stream on a GPU), with that GPU as PyTorch's current one."""
     stream = raw_stream(device.index)
@@ -200,17 +235,16 @@ def _on_gpu(B, T, D, dtype, device, update, rows, gated, backward, sizes):
     """(module, segments of T or the convolution's tiles, blocks that share a row). Raises ValueError if no block of
     the kernels fits."""
     gpu = torch.cuda.get_device_properties(device)
-    architecture = f"sm_{gpu.major}{gpu.minor}"
     segments = 1
     if update is None:
-        module = build.cuda_module("conv", dtype, (sizes["W"],), architecture, device.index)
+        module = gpu_module("conv", dtype, (sizes["W"],), device)
         segments = -(-T // build.CONV_TILE)
     else:
         # joining segments of `exact` would take products of N x N matrices; segments run only as whole chunks
         may_split = gated and rows is None and update != "exact"
         shared = gpu.shared_memory_per_multiprocessor
         layout = cuda_shape(update, B, T, D, sizes["N"], gpu.multi_processor_count, shared, may_split)
-        module = build.cuda_module(update, dtype, layout, architecture, device.index)
+        module = gpu_module(update, dtype, layout, device)
         row_bytes = module.channels // (module.threads // 32) * dtype.itemsize  # per warp, fetched 16 at a time
         whole = T % build.CHUNK == 0 and D % module.channels == 0 and sizes["N"] == module.states
         if may_split and whole and row_bytes >= 16:

@@ -340,8 +340,8 @@ def _conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, s
     dstate = torch.zeros(state.shape, device=x.device) if state is not None else None  # zeros: T may be 0
     kernels("causal_conv_backward", {"x": x, "dy": dy}, {"weight": weight, "bias": bias, "state": state},
             dx=dx, dweight=dweight, dbias=dbias, dstate=dstate)
-    dbias = None if dbias is None else dbias.sum(0)
-    return dx.to(x.dtype), dweight.sum(0).t().contiguous(), dbias, flip(dstate, reverse, 0)
+    dweight, dbias = launch.sums([dweight, dbias], [torch.float32] * 2, columns=W)
+    return dx.to(x.dtype), dweight, dbias, flip(dstate, reverse, 0)
 
 
 _conv_op = differentiable("causal_conv1d", _conv, _conv_backward, _conv_fake, tensors=4)
@@ -519,10 +519,9 @@ def loss_module(dtype, V, device):
         return None
     reason = choose.unavailable("cuda")
     if reason is None:
-        gpu = torch.cuda.get_device_properties(device)
-        room = loss_room(dtype, V, gpu.shared_memory_per_multiprocessor)
+        shared = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
         try:
-            return build.cuda_module("loss", dtype, (room,), f"sm_{gpu.major}{gpu.minor}", device.index)
+            return launch.gpu_module("loss", dtype, (loss_room(dtype, V, shared),), device)
         except OSError as error:
             reason = " ".join(str(error).split())
     build.say_once(f"linear_cross_entropy: in PyTorch's kernels, which takes longer ({reason})")

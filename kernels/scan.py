@@ -310,10 +310,11 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
             dx=dx, ddt=ddt, dz=dz, dk=dk, dq=dq, dA=dA, dskip=dD, dbias=dbias, dh0=dh0, cu=cu)
     if S > 1 and dh0 is not None:
         dh0 = dh0.view(rows, S, d, N)[:, 0].clone()
-    dk, dq, dh0 = ops.flip(dk, reverse, 1, 2), ops.flip(dq, reverse, 1, 2), ops.flip(dh0, reverse, 0)
-    total = lambda g: None if g is None else g.sum(0) if g.shape[0] > 1 else g[0]
-    in_rows = lambda g: launch.cast(g, x.dtype)
-    return *map(in_rows, (dx, ddt, total(dk), total(dq))), total(dA), total(dD), in_rows(dz), total(dbias), dh0
+    dtypes = [x.dtype] * 2 + [torch.float32] * 3
+    dk, dq, dA, dD, dbias = launch.sums([dk, dq, dA, dD, dbias], dtypes)
+    dk, dq, dh0 = ops.flip(dk, reverse, 0, 1), ops.flip(dq, reverse, 0, 1), ops.flip(dh0, reverse, 0)
+    dx, ddt, dz = (launch.cast(g, x.dtype) for g in (dx, ddt, dz))
+    return dx, ddt, dk, dq, dA, dD, dz, dbias, dh0
 
 
 _scan_op = ops.differentiable("scan", _scan, _scan_backward, _scan_fake, tensors=9, results=2)

@@ -494,6 +494,12 @@ def use_loss(monkeypatch, module):
     monkeypatch.setattr(launch, "in_stream", lambda device, run: run(None))
 
 
+def use_sums(monkeypatch, module):
+    """Have sums on a CPU launch the kernel of `module` as on a GPU."""
+    monkeypatch.setattr(launch, "sums_module", lambda device: module)
+    monkeypatch.setattr(launch, "in_stream", lambda device, run: run(None))
+
+
 def loss_wrong(logits, targets):
     """What the kernel of the loss gets wrong: the targets' log-probabilities, the gradient in place of the logits."""
     log_p = logits.double().log_softmax(1)

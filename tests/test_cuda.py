@@ -43,6 +43,7 @@ from operators import (
     source_of,
     use,
     use_loss,
+    use_sums,
     with_mistake,
     wrong,
 )
@@ -197,6 +198,19 @@ def test_loss(shim, monkeypatch, dtype, room):
         logits[-1, targets[-1] - 1] = -torch.inf if V > 1 else 0
         assert not loss_wrong(logits, targets), V
     assert loss_wrong(torch.full((1, 70), torch.nan, dtype=dtype), torch.tensor([3]))
+
+
+@pytest.mark.parametrize("parts,n,columns", [(1, 1, 0), (12, 70, 1), (40, 64, 4), (0, 24, 3), (33, 31, 0)])
+def test_sums(shim, monkeypatch, parts, n, columns):
+    """Numbers of which each order of the parts has the same sum, so that one left out or taken twice is seen."""
+    use_sums(monkeypatch, shim("sums", F32))
+    whole = lambda *shape: torch.randint(-9, 9, (parts, *shape), generator=generator()).float()
+    given = [whole(columns or 3, n), whole(3 * n), None, whole(5, n), whole(2)]
+    first, *others = launch.sums(given, [F32, BF16, F32, F16, F32], columns)
+    want = given[0].sum(0)
+    assert torch.equal(first, want.t() if columns else want)
+    for got, a, dtype in zip(others, given[1:], (BF16, F32, F16, F32), strict=True):
+        assert a is None and got is None or torch.equal(got, a.sum(0).to(dtype))
 
 
 def test_loss_of_numbers_that_are_none(shim, monkeypatch):

@@ -31,6 +31,7 @@ from operators import (
     source_of,
     use,
     use_loss,
+    use_sums,
     with_mistake,
     wrong,
 )
@@ -137,15 +138,19 @@ def test_memory_is_reached_whole_sectors_at_a_time_and_without_bank_conflicts(em
     ("address", ("conv", F32, 4), "b = a;", "not aligned|in no tensor"),
     ("neighbour", ("longhorn", F32, 4, 2), "if (false)", "race: thread .* reads what thread .* wrote"),
     ("forward barrier", ("longhorn", F32, 4, 2), "if (false)", "race: thread .* reads what thread .* wrote"),
-    ("loss barrier", ("loss", F32, 0), "if (false)", "race: thread .* overwrites what warp .* read")])
+    ("loss barrier", ("loss", F32, 0), "if (false)", "race: thread .* overwrites what warp .* read"),
+    ("sums barrier", ("sums", F32), "if (false)", "race: thread .* reads what thread .* wrote")])
 def test_what_gcc_never_sees_is_caught(tmp_path, monkeypatch, place, key, mistake, said):
     source = with_mistake(source_of(key[0]), place, mistake)
     module = load_ptx(tmp_path, *key, source=source, left_out=(*WHOLE, *JOINING))
     run(monkeypatch, module)
-    use_loss(monkeypatch, module)
     with pytest.raises(RuntimeError, match=said):
         if key[0] == "loss":
+            use_loss(monkeypatch, module)
             loss_wrong(torch.zeros(1, 70), torch.tensor([3]))
+        elif key[0] == "sums":
+            use_sums(monkeypatch, module)
+            launch.sums([torch.ones(9, 40)], [F32])
         elif key[0] == "conv":
             conv_wrong(*key[1:], 1, 9, 5)
         else:

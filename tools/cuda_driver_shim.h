@@ -5,6 +5,8 @@
 typedef ConvArgs Args;
 #elif defined(LOSS_ROOM)
 typedef LossArgs Args;
+#elif defined(SUMS)
+typedef SumsArgs Args;
 #else
 typedef ScanArgs Args;
 #endif
@@ -19,6 +21,8 @@ int cuModuleGetFunction(void **function, void *, const char *name) {
         {"conv_forward_kernel", conv_forward_kernel}, {"conv_backward_kernel", conv_backward_kernel}};
 #elif defined(LOSS_ROOM)
         {"loss_kernel", loss_kernel}};
+#elif defined(SUMS)
+        {"sums_kernel", sums_kernel}};
 #else
         {"forward_kernel", forward_kernel}, {"forward_whole_kernel", forward_whole_kernel},
         {"backward_kernel", backward_kernel}, {"backward_whole_kernel", backward_whole_kernel},

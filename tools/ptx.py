@@ -83,7 +83,7 @@ def translate(ptx, left_out=()):
             if size is None:
                 size = match["args"]
                 out.append(f"struct alignas(8) PtxArgs {{ char bytes[{size}]; }};")
-                out.append("typedef PtxArgs ScanArgs, ConvArgs, LossArgs;")
+                out.append("typedef PtxArgs ScanArgs, ConvArgs, LossArgs, SumsArgs;")
             if match["args"] != size:
                 raise ValueError(f"{match['kernel']} takes {match['args']} bytes of arguments, the others {size}")
             body = "\n".join(statements(match["body"], 1 + ptx.count("\n", 0, match.start("body")), match["param"]))
