@@ -445,7 +445,8 @@ def source_of(update):
 
 
 # Compiling takes most of these tests' time: no optimisation, and C++17, whose headers are faster to compile.
-FLAGS = ("-O0", "-std=c++17", "-shared", "-fPIC")
+# Without -fno-gnu-unique all kernels of a process would share the shim's variables, whatever their THREADS.
+FLAGS = ("-O0", "-std=c++17", "-shared", "-fPIC", "-fno-gnu-unique")
 
 
 def load_shim(folder, update, *key, source=None, flags=FLAGS, threads=THREADS):
