@@ -419,11 +419,6 @@ def test_what_is_prepared_for_a_gpu(prepare):
     assert prepare(4, 130, 300, None, W=4) == (3, 3, 1, None)
 
 
-def test_what_a_gpu_cannot_start_is_refused_before_the_forward(prepare):
-    with pytest.raises(ValueError, match="with 228 KB .* up to 256 states"):
-        prepare(64, 1024, 1536, N=512)
-
-
 def test_what_a_driver_does_not_load_is_built_in_another_way(tmp_path, monkeypatch):
     """A cubin of nvcc, one of NVRTC, then PTX of an architecture that the compilers know. Kernels of another CHUNK than
     build.py's would write beside their tensors."""

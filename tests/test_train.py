@@ -447,7 +447,7 @@ def test_documents_are_packed(whole, ran, out, tmp_path):
     changes = {"documents": "pack", "end_of_text": 32, "max_iters": 2, "self_check": "on", "recompute": "block"}
     said = ran(out, **changes).out
     assert "documents, whole sequences and states agree to " in said and losses(out)[0] != losses(whole)[0]
-    ran(tmp_path / "plain", **{**changes, "recompute": "none", "backend": "torch"})
+    ran(tmp_path / "plain", **{**changes, "recompute": "none", "backend": "torch", "self_check": "off"})
     np.testing.assert_allclose(losses(out), losses(tmp_path / "plain"), rtol=1e-4)
 
 
