@@ -68,7 +68,8 @@ def test_dtypes_and_shapes_round_trip(tmp_path, dtype):
 def test_what_was_loaded_is_a_copy_of_what_was_saved(tmp_path):
     """Of views, ties and parameters, under any name; it is no window onto the file, and others read that too."""
     w, path = torch.nn.Parameter(torch.randn(6, 8)), tmp_path / "c"
-    meta = {"step": 3, "x": [1.5, None, "ü\n\"\\"], "crc32": "\"crc32\":\"00000000\"", "inf": math.inf}
+    meta = {"step": 3, "x": [1.5, None, "ü\n\"\\"], "bytes": "0" * 16, "crc32": "\"crc32\":\"00000000\"",
+            "inf": math.inf}
     tensors = {"a": w, "b": w, "t": w.t(), "s": w[::2, 1::3], "e": torch.ones(1).expand(4, 3),
                "one": torch.ones(4)[::3][:1], "none": torch.ones(4, 4).t()[:0], "zero": torch.ones(1).expand(3)[1:2],
                "ü \"": torch.randn(3), "crc32": torch.ones(2, 2), "": torch.zeros(1), "x": torch.ones(4096)}
@@ -268,7 +269,7 @@ def test_the_last_and_the_best_are_kept(tmp_path, monkeypatch, links):
     if not links:
         monkeypatch.setattr(os, "link", mock.Mock(side_effect=OSError(errno.EPERM, "no links")))
     manager = checkpoint.CheckpointManager(tmp_path, keep=3, kept_steps={3})
-    for step, loss in ((1, 3.0), (2, 1.0), (3, math.nan), (4, None), (5, 2.0), (6, math.inf), (7, 1.0)):
+    for step, loss in ((1, math.nan), (2, 1.0), (3, 3.0), (4, None), (5, 2.0), (6, math.inf), (7, 1.0)):
         manager.save({"w": torch.full((2,), step)}, {"step": step}, loss)
     assert files(tmp_path) == ["best", "checkpoint", "checkpoint-3", "checkpoint-5", "checkpoint-6"]
     assert [load(path)[1]["step"] for path in checkpoint.candidates(tmp_path)] == [7, 6, 5, 3, 2]  # the first of equals
