@@ -222,13 +222,10 @@ def verdict(losses):
 
 def results(entrants, peak):
     rows = [entrant.result(peak) for entrant in entrants]
-    llama = None
+    seconds = {row["name"]: row["seconds"]["median_seconds"] for row in rows if "seconds" in row}
     for row in rows:
-        if row["name"] == "llama" and "seconds" in row:
-            llama = row["seconds"]["median_seconds"]
-    for row in rows:
-        if "seconds" in row:
-            row["times_llama"] = row["seconds"]["median_seconds"] / llama if llama else None
+        if row["name"] in seconds:
+            row["times_llama"] = seconds[row["name"]] / seconds["llama"] if "llama" in seconds else None
     return rows
 
 
