@@ -43,7 +43,7 @@ from inspection.counting import computed_by, cost_of_step, flops_per_token, left
 from inspection.self_check import self_check
 from model import LM, ModelConfig
 from optim import build_optimizers, decayed, set_learning_rate
-from runtime import checkpoint, distributed
+from runtime import checkpoint, distributed, graphs
 from runtime.distributed import launch
 from runtime.folder import Folder
 from runtime.signals import Signals
@@ -95,6 +95,7 @@ class TrainConfig(ModelConfig):
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products; auto: bfloat16 if it is fast here
     compile: bool = False  # torch.compile: slower to start, faster per step
+    graphs: bool = False  # replay micro-batches below 16,384 tokens as a CUDA graph; not timed yet
     parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"  # replicas, shards, or shards within each machine
     recompute: Literal["none", "block", "every_other"] = "none"  # layers whose activations are recomputed in backward
     timeout_minutes: Minutes = 10.0  # how long processes wait for each other before giving up
@@ -141,14 +142,19 @@ def train(config, model, data, evaluate, schedule=None):
                   "decayed": decayed(model)}
         found = folder.resume(optimizers, schedule, counts)  # from the newest intact checkpoint, if there is one
         telemetry.open(found, computed_by(model), left_out(model))
+
+        def forward_backward(x, y, weight):
+            with distributed.autocast(config, device):
+                micro_loss = forward(x, y, loss_only=True)[1] * weight
+            micro_loss.backward()
+            return micro_loss.detach().float()
+
+        forward_backward = graphs.replayed(forward_backward, forward, config, telemetry.say)
         for step in telemetry.steps(signals):  # ends early when asked to stop
             set_learning_rate(optimizers, schedule(step, config))
             loss = 0.0
             for x, y, weight in distributed.micro_batches(forward, config, data, step, signals):
-                with distributed.autocast(config, device):
-                    micro_loss = forward(x, y, loss_only=True)[1] * weight
-                micro_loss.backward()
-                loss = loss + micro_loss.detach().float()
+                loss = loss + forward_backward(x, y, weight)
             if signals.dropped:  # asked to stop within the step, which is done again when the run continues
                 folder.save_if_due(step - 1, None, True)
                 break

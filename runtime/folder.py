@@ -28,7 +28,7 @@ from runtime.distributed import resume_command
 MAY_CHANGE_ON_RESUME = {
     "out_dir", "resume", "micro_batch_size", "eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size",
     "log_interval", "checkpoint_interval", "keep_checkpoints", "keep_steps",
-    "wandb", "wandb_project", "wandb_run_name", "device", "compile", "parallel", "recompute", "max_bad_steps",
+    "wandb", "wandb_project", "wandb_run_name", "device", "compile", "graphs", "parallel", "recompute", "max_bad_steps",
     "backend", "loss_from_logits", "self_check", "timeout_minutes",
     "workers",  # of image runs
     "branch",  # used only if there is no checkpoint

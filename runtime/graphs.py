@@ -1,0 +1,125 @@
+"""Replays forward, loss and backward of a micro-batch as one CUDA graph, where Python is slower than the GPU.
+
+    python train.py config/longhorn_120m.py --compile --micro_batch_size=8 --graphs
+
+A graph reads x and y from fixed tensors, and adds gradients at fixed addresses. Clipping and the optimiser's step stay
+as they are. So does a micro-batch of another shape or weight than the first, and with ddp the last of each step, whose
+backward averages gradients. At the start the first micro-batch is both computed and replayed: the losses must be equal.
+"""
+
+import torch
+from torch import cuda
+
+from common.errors import ConfigError, is_out_of_memory
+from runtime import checkpoint, distributed
+
+GPU = "cuda"
+WARM_UPS = 3  # micro-batches before a graph is recorded: libraries load, compile and tune in the first
+MOST_TOKENS = 16384  # of a micro-batch; with as many, kernels take longer than Python takes to launch them
+TOLERANCE = 1e-3  # of the gradients' norm: PyTorch's attention adds some of them in any order
+
+
+def replayed(compute, model, config, say=distributed.say):
+    """compute(x, y, weight) -> loss, which adds to the model's gradients, or with config.graphs a Graph of it. If there
+    can be none, `say` gets the reason."""
+    if not config.graphs:
+        return compute
+    reason = why_not(model, config)
+    if reason:
+        say(f"graphs: off: {reason}")
+        return compute
+    return Graph(compute, model)
+
+
+def why_not(model, config):
+    """Why these micro-batches are not replayed, and what to change; None if they are."""
+    tokens = config.micro_batch_size * config.block_size
+    reasons = {
+        "only a GPU has them": next(model.parameters()).device.type != GPU,
+        f"{config.parallel} gathers layers in every micro-batch: use --parallel=ddp": config.parallel != "ddp",
+        "layers are computed again in the backward: use --recompute=none": config.recompute != "none",
+        "the number of documents differs: use --documents=join": config.documents == "pack",
+        "the model has buffers, which its forward may change": next(model.buffers(), None) is not None,
+        f"micro-batches of {tokens:,} tokens keep a GPU busy: below {MOST_TOKENS:,} they help": tokens >= MOST_TOKENS,
+        "a process has one micro-batch per step, whose backward averages gradients: use a smaller --micro_batch_size":
+            averages(model) and config.batch_tokens <= tokens * distributed.world_size()}
+    return next((words for words, applies in reasons.items() if applies), None)
+
+
+def averages(model):
+    """Whether the next backward averages gradients over processes."""
+    return getattr(model, "require_backward_grad_sync", False)
+
+
+class Graph:
+    """compute(x, y, weight), replayed for micro-batches like the first. The loss is overwritten by the next call."""
+
+    def __init__(self, compute, model):
+        self.compute, self.model = compute, model
+        self.kind = None  # of the micro-batches that are replayed
+        self.gradients = {}  # parameter -> its gradient, at one address from the first micro-batch on
+
+    def __call__(self, x, y, weight):
+        last = averages(self.model)
+        if self.kind is None and not last:
+            self.record(x, y, weight)
+        self.hold_gradients()
+        if last or self.kind != (x.shape, y.shape, weight):
+            return self.compute(x, y, weight)
+        return self.replay(x, y)
+
+    def hold_gradients(self):
+        """In a step's first micro-batch, set the gradients to zero where the graph adds to them."""
+        if any(p.grad is None for p in self.gradients):
+            torch._foreach_zero_(list(self.gradients.values()))
+            for p, gradient in self.gradients.items():
+                p.grad = gradient
+
+    def replay(self, x, y):
+        self.x.copy_(x)
+        self.y.copy_(y)
+        self.graph.replay()
+        return self.loss
+
+    def record(self, x, y, weight):
+        """Record the graph, and compare it with `compute`. Leaves no gradients, and random generators as they were.
+        Raises ConfigError if there can be no graph, or it computes something else."""
+        before = checkpoint.rng_state()
+        side = cuda.Stream()
+        side.wait_stream(cuda.current_stream())
+        with cuda.stream(side):
+            for _ in range(WARM_UPS):
+                self.model.zero_grad(set_to_none=True)
+                checkpoint.set_rng_state(before)
+                loss = self.compute(x, y, weight)
+        expected = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.gradients = {p: torch.empty_like(p.grad) for p in self.model.parameters() if p.grad is not None}
+        self.start_anew(before)
+        self.x, self.y = torch.zeros_like(x), torch.zeros_like(y)
+        self.graph = cuda.CUDAGraph()
+        if hasattr(torch.autograd.graph, "set_override_stale_capture_stream"):  # PyTorch 2.13: ddp has nodes of its own
+            torch.autograd.graph.set_override_stale_capture_stream(True)
+        try:
+            with cuda.graph(self.graph, stream=side, capture_error_mode="thread_local"):
+                self.loss = self.compute(self.x, self.y, weight)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            first = distributed.first_line(error.__context__ or error)
+            raise ConfigError(f"graphs: this model cannot be recorded ({first}): use --graphs=False") from None
+        self.start_anew(before)
+        self.replay(x, y)
+        size = torch.nn.utils.get_total_norm(expected)
+        torch._foreach_sub_(expected, list(self.gradients.values()))
+        error = torch.nn.utils.get_total_norm(expected)
+        if not (torch.equal(loss, self.loss) and error <= TOLERANCE * size):
+            raise ConfigError(f"graphs: replayed, a micro-batch has the loss {self.loss:.9g}, not {loss:.9g}, and its "
+                              f"gradients differ by {error / size:.1g}: use --graphs=False")
+        self.start_anew(before)
+        self.kind = x.shape, y.shape, weight
+
+    def start_anew(self, generators):
+        """Gradients of zero, and these states of random generators."""
+        self.model.zero_grad(set_to_none=True)
+        self.hold_gradients()
+        checkpoint.set_rng_state(generators)
