@@ -48,7 +48,7 @@ from runtime.records import fields, read_json  # noqa: E402
 
 CALLS = {"correctness": ("build", "tests", "memcheck", "racecheck", "fused"),
          "speed": ("build", "scan_cuda", "profile", "convolution", "loss", "variants"),
-         "training": ("build", "training", "training_4096", "training_8192")}
+         "training": ("build", "training", "training_4096", "training_8192", "training_graphs")}
 BUDGET_S = 530  # per call: the build takes 95 s on 4 cores, 25 on 16, and what it leaves goes to the next stages
 PATIENCE_S = 3  # between SIGTERM and SIGKILL
 SANITIZER = "compute-sanitizer"
@@ -80,13 +80,13 @@ def stages(out, dry_run):
                  "--report-api-errors no --print-limit 20")
         return Stage(name, 40, [*words.split(), *ops(name, "small")], (SANITIZER,))
 
-    def training(name, T):
-        """Compiled steps of the 120M models on random tokens, 32K per step, as in train.py."""
+    def training(name, T, tokens=32768, more=""):
+        """Compiled steps of the 120M models on random tokens, as in train.py."""
         words = (f"bench/step.py --rounds=5 --families=longhorn,llama --device=cuda --size=120M --compile --kernels "
-                 f"--block_size={T} --batch_size={32768 // T}")
+                 f"--block_size={T} --batch_size={tokens // T} {more}")
         if dry_run:
             words = ("bench/step.py --rounds=5 --families=longhorn --n_layer=1 --n_embd=32 --n_head=2 --vocab_size=128 "
-                     "--block_size=16")
+                     f"--block_size=16 {more}")
         return Stage(name, 70, ours(name, words), budget=lambda seconds: seconds / 3)
 
     ncu = "ncu --clock-control none --launch-count 12 --kernel-name regex:forward|backward".split()
@@ -106,7 +106,8 @@ def stages(out, dry_run):
         Stage("variants", 80, ops("variants", "variants"), budget=lambda seconds: seconds),
         training("training", 1024),
         training("training_4096", 4096),
-        training("training_8192", 8192)]
+        training("training_8192", 8192),
+        training("training_graphs", 1024, tokens=8192, more="--graphs")]  # so few that the GPU waits for Python
 
 
 def pytest(*words):

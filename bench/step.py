@@ -5,6 +5,7 @@
     python bench/step.py --device=cuda --size=120M --compile --save     # results/step_cuda_120m.json
     python bench/step.py --families=llama,mamba --rounds=3
     python bench/step.py --families=longhorn --kernels                  # where a step's time goes
+    python bench/step.py --device=cuda --size=120M --compile --graphs   # also replayed as CUDA graphs
 
 A step is that of train.py: forward, backward, clipping, AdamW. The peers are transformers' LLaMA and Mamba with the
 same shape and optimizer (pip install transformers).
@@ -41,6 +42,7 @@ from export import ARCHITECTURES, skeleton, theirs_config  # noqa: E402
 from inspection.counting import flops_per_token  # noqa: E402
 from model import FAMILIES, LM, ModelConfig  # noqa: E402
 from optim import build_optimizers  # noqa: E402
+from runtime import graphs  # noqa: E402
 from runtime.distributed import keep_freed_memory, parallelize  # noqa: E402
 from tools.parameters import SIZES  # noqa: E402
 from train import TrainConfig  # noqa: E402
@@ -88,25 +90,33 @@ class Trial(Model):
             torch.set_float32_matmul_precision("high")  # as train.py does
         else:
             keep_freed_memory()
-        self.build(replace(self.config, **self.TINY), 1, False)
+        self.build(replace(self.config, **self.TINY), 1)
         self.step()
-        del self.model, self.optimizer, self.loss, self.tokens
+        del self.model, self.optimizer, self.forward_backward, self.tokens
         self.peak = measure.Peak(self.device)
-        self.build(self.config, spec["batch_size"], spec["compile"])
+        self.build(self.config, spec["batch_size"], compile=spec["compile"], graphs=spec["graphs"])
         self.losses = []
         self.seconds = []
 
-    def build(self, config, batch_size, compiled):
+    def build(self, config, batch_size, **how):
         torch.manual_seed(0)
-        settings = TrainConfig(**vars(config), compile=compiled)
+        settings = TrainConfig(**vars(config), micro_batch_size=batch_size, **how)
         with self.device:
             if self.spec["peer"]:
                 self.model, forward = peer_model(config)
-                self.loss = lambda x, y: F.cross_entropy(forward(x).float().flatten(0, 1), y.flatten())
+                loss_of = lambda x, y: F.cross_entropy(forward(x).float().flatten(0, 1), y.flatten())
             else:
                 self.model = LM(config)
                 run = parallelize(self.model, settings, data=None)
-                self.loss = lambda x, y: run(x, y, loss_only=True)[1]
+                loss_of = lambda x, y: run(x, y, loss_only=True)[1]
+
+        def forward_backward(x, y, weight):
+            with self.autocast():
+                loss = loss_of(x, y) * weight
+            loss.backward()
+            return loss.detach()
+
+        self.forward_backward = graphs.replayed(forward_backward, self.model, settings)
         self.model.train()
         (self.optimizer,) = build_optimizers(self.model, settings)
         frequency = 1 / torch.arange(1.0, config.vocab_size + 1)  # Zipf's law
@@ -119,9 +129,7 @@ class Trial(Model):
                 "flops_per_token": flops_per_token(skeleton(self.config))["total"]}
 
     def step(self):
-        with self.autocast():
-            loss = self.loss(self.tokens[:, :-1], self.tokens[:, 1:])
-        loss.backward()
+        loss = self.forward_backward(self.tokens[:, :-1], self.tokens[:, 1:], 1.0)
         nn.utils.clip_grad_norm_(self.model.parameters(), TrainConfig.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -320,6 +328,7 @@ class Shared:
 @dataclass
 class Options(Shared):
     compile: bool = False  # torch.compile our models; the peers run as published
+    graphs: bool = False  # also time our models with steps that are replayed as CUDA graphs
     kernels: bool = False  # also show where the time of a step goes
     with_peers: bool = False  # also time transformers' models of the same shape
     rounds: Count = 10  # turns per model
@@ -356,7 +365,7 @@ def spec_of(family, args):
     """The spec of a Model: all options, and the family's config at their size."""
     shape = {name: getattr(args, name) for name in SHAPE if name != "batch_size"}
     config = ModelConfig(model=family, backend=args.backend, **shape)
-    return {**vars(args), "name": family, "config": config, "peer": None}
+    return {**vars(args), "name": family, "config": config, "peer": None, "graphs": False}
 
 
 def main(argv):
@@ -364,6 +373,8 @@ def main(argv):
     specs = []
     for family in args.families:
         specs.append(spec_of(family, args))
+        if args.graphs:
+            specs.append(specs[-1] | {"name": f"{family} with graphs", "graphs": True})
         if args.with_peers and family in ARCHITECTURES:
             peer = {"name": f"{family}, transformers", "peer": "transformers", "compile": False}
             specs.append(spec_of(family, args) | peer)
