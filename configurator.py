@@ -5,6 +5,8 @@
     max_iters: Count = 4800  # optimiser steps
     schedule: Literal["cosine", "wsd"] = "cosine"  # of the learning rate
 
+A value may also be the next word, `--micro_batch_size 8`.
+
 Types are int, float, bool, str, Path and a Literal of strings; a number with a range is Count, Whole, Seed, Positive or
 Annotated[float, Range(...)], and may also be its default. The comment at the end of the line is the help.
 
@@ -14,8 +16,8 @@ runs another file of its folder first. Names that start with `_`, modules and fu
 run only files that you would run as programs. Nothing on the command line is evaluated: `--out_dir=a=b` is the string
 `a=b`.
 
-`read` is for all others, whose settings may also be `--key value` and `--other-key`. There tuple[int, ...] is values
-joined by commas, list[str] several words, and a field without a default an argument without a key.
+`read` is for all others, whose settings may also be `--other-key`. There tuple[int, ...] is values joined by commas,
+list[str] several words, and a field without a default an argument without a key.
 
 Class attributes: RENAMED = {"old_key": "new_key"} is a table of common/old_names.py, by which the error for an old key
 says what to type. With PROGRAMS = {"task": "program.py"} the error for a config file that sets `task = "task"` names
@@ -45,6 +47,7 @@ from common.errors import ConfigError, regular
 KINDS = {int: "a whole number (int)", float: "a finite number (float)", bool: "true or false (bool)",
          str: "a string of UTF-8 (str)", Path: "a path"}
 BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+HELP = {"--help", "-h"}
 LARGEST = 2**48
 
 
@@ -124,14 +127,20 @@ def load(config_class, argv, prog=None):
     failing file, and a ValueError raised in the dataclass's __post_init__.
     """
     reader = Reader(config_class, argv)
+    words = [word for word in argv if word not in HELP]
     config_files = []
-    for argument in argv:
-        if not argument.startswith("--") and argument != "-h":
-            config_files.append(argument)
-            reader.read_file(argument)
-        elif not reader.help_asked:
-            key, equals, text = argument[2:].partition("=")
-            reader.read_key(key, [text] if equals else [])
+    while words:
+        word = words.pop(0)
+        key, equals, text = word[2:].partition("=")
+        if word.startswith("--"):
+            texts = [text] if equals else reader.following(key, words, alone=True)
+            if not reader.help_asked:
+                reader.read_key(key, texts)
+        elif reader.places and not word.endswith(".py"):
+            reader.read_key(reader.places.pop(0), [word])
+        else:
+            config_files.append(word)
+            reader.read_file(word)
     about = "Read left to right, the later one wins; a config file is Python that assigns to the same keys."
     return reader.finish(f"{prog or os.path.basename(sys.argv[0])} [config.py ...]", about, config_files=config_files)
 
@@ -174,7 +183,7 @@ def _command(classes, words, prog, doc):
     if words and words[0] in classes:
         return words.pop(0)
     names = ", ".join(classes)
-    if {"--help", "-h"} & {*words}:
+    if HELP & {*words}:
         print(f"usage: {prog} COMMAND ...\n\n{doc.strip()}\n\nCOMMAND --help lists its settings; commands: {names}")
         raise SystemExit(0)
     raise ConfigError(f"the first argument must be one of {names}; --help says more")
@@ -185,7 +194,7 @@ class Reader:
 
     def __init__(self, config_class, argv):
         self.config_class, self.argv = config_class, list(argv)
-        self.help_asked = "--help" in argv or "-h" in argv
+        self.help_asked = bool(HELP & {*argv})
         self.settings = settings(config_class)
         self.values = {name: setting.default for name, setting in self.settings.items()}
         self.overrides = {}
@@ -233,7 +242,7 @@ class Reader:
         """The words after a --key that are its value, taken off `words`; alone, or of an unknown key: one at most."""
         texts, setting = [], self.settings.get(key)
         several = setting and setting.many is list and not alone
-        if setting is None or setting.kind is not bool:
+        if setting is None or setting.kind is not bool or words and words[0].lower() in ("true", "false"):
             while words and not words[0].startswith("--") and (several or not texts):
                 texts.append(words.pop(0))
         return texts
@@ -302,10 +311,9 @@ def _run_file(path, values):
 
 
 def _near(path):
-    """A guess at which config file was meant: of the same folder or, if there is none, of config/."""
+    """A guess at which config file was meant: of the same folder or, if none is named, of config/."""
     folder, name = os.path.split(path.removesuffix(".py"))
-    if not os.path.isdir(folder):
-        folder = "config"
+    folder = folder or "config"
     return old_names.nearest(name, [file.stem for file in Path(folder).glob("*.py")], f"{folder}/", ".py")
 
 

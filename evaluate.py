@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parent
 
 @dataclass
 class EvaluateConfig:
-    out_dir: str = ""  # the run's folder, with checkpoint.safetensors, or a checkpoint; may be the first argument
+    out_dir: str = ""  # the run's folder, with checkpoint.safetensors, or a checkpoint; with or without --out_dir=
     tasks: str = "embedded"  # comma-separated harness tasks or task files; paper: Table 2's; embedded: no download
     include: str = ""  # folder with your own task files (*.yaml), which can run code: use only files that you trust
     limit: Whole = 0  # documents per task, to try things out; 0: all
@@ -53,6 +53,8 @@ class EvaluateConfig:
     tokenizer: str = ""  # if the checkpoint of an imported model does not name it: bytes, tiktoken:NAME, hf:NAME
     vocab: str = ""  # folder with a tiktoken vocabulary's files, to need no network
     timeout_minutes: Minutes = 60.0  # how long processes wait for each other
+
+    ARGUMENTS = ("out_dir",)
 
 
 def tokenizer_of(meta, config):
@@ -70,8 +72,6 @@ def tokenizer_of(meta, config):
 
 
 def main(argv):
-    if argv and not argv[0].startswith("-") and not argv[0].endswith(".py"):
-        argv = [f"--out_dir={argv[0]}", *argv[1:]]
     config = configurator.load(EvaluateConfig, argv)
     if not config.out_dir:
         raise ConfigError("give a run's folder: python evaluate.py out/longhorn_bpe")

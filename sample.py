@@ -39,7 +39,7 @@ MACHINERY = ("train.py", "optim.py", "configurator.py", "initialisation.py", "co
 
 @dataclass
 class SampleConfig:
-    out_dir: str = "out/longhorn_bpe"  # the run's folder, with checkpoint.safetensors; or a checkpoint
+    out_dir: str = "out/longhorn_bpe"  # the run's folder, or a checkpoint; with or without --out_dir=
     prompt: str = "\n"  # text to continue; -: read stdin; @FILE: read a file (UTF-8; any bytes for byte models)
     max_new_tokens: Count = 500  # tokens per sample
     num_samples: Count = 1  # number of samples
@@ -51,6 +51,7 @@ class SampleConfig:
     vocab: str = ""  # folder with a tiktoken vocabulary's files (GPT-2: vocab.bpe, encoder.json), to need no network
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
 
+    ARGUMENTS = ("out_dir",)
     RENAMED = old_names.SAMPLE
 
 

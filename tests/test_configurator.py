@@ -71,6 +71,8 @@ VALUES = """
 --n_layer=5_000              5000
 --n_layer=1e6                1000000
 --n_layer=2.0                2
+--n_layer 5                  5
+--compile False              False
 --n_layer=9e12               9000000000000
 --dropout=0                  0.0
 --dropout=1e-3               0.001
@@ -95,7 +97,7 @@ VALUES = """
 @pytest.mark.parametrize("argument, expected", helpers.table(VALUES))
 def test_command_line_value(monkeypatch, argument, expected):
     monkeypatch.setenv("HOME", "/home")
-    assert repr(getattr(load(Config, [argument]), argument[2:].partition("=")[0])) == expected
+    assert repr(getattr(load(Config, argument.split()), re.split("[= ]", argument[2:])[0])) == expected
 
 
 MISTAKES = [  # an argument, or what a config file says; how the line begins, {} for the name of the file
@@ -211,6 +213,14 @@ train.py --dtype=float16      type --dtype=bfloat16
 train.py --num_steps=9        type --max_iters=9
 train.py --d_model=64         type --n_embd=64
 train.py --config=config/a.py   give the config file alone
+train.py --warmup_ratio=0.1   give warmup_iters = warmup_ratio x max_iters
+train.py --total_batch_size=9  type --batch_tokens=9
+train.py --matrix_lr=0.02     has no counterpart
+train.py --do_train           leave it out
+train.py --optim=adamw_torch  type --optimizer=adamw
+train.py --resume             type --resume=must
+train.py --resume=out/x       type --resume=must --out_dir=RUN
+train.py --wandb=true         type --wandb=online
 sample.py --start=Once        type --prompt=Once
 sample.py --start=FILE:a.txt  give --prompt=@ and the file's name
 sample.py --init_from=gpt2    export.py
@@ -320,6 +330,7 @@ sample.py --device=meta                          device 'meta' is unknown or mis
 sample.py --device=cpu:x                         device 'cpu:x' is unknown or missing
 sample.py --device=                              device '' is unknown or missing
 sample.py --out_dir=none                         none/checkpoint.safetensors: No such file or directory: no checkpoint
+sample.py none                                   none/checkpoint.safetensors: No such file or directory: no checkpoint
 sample.py --top_p=0                              top_p 0.0 must be above 0
 sample.py --top_p=1.5                            top_p 1.5 must be at most 1
 sample.py --max_new_tokens=0                     max_new_tokens 0 must be at least 1
