@@ -251,10 +251,12 @@ class Initial:
         place = Path(self.config.init_from or self.config.out_dir)
         paths = [place] if place.is_file() else candidates(place)
         if not paths:
-            other = DOWNLOAD
+            hint = f"{none_here(place)}: give a run's folder"
             if place.is_dir():
-                other = "a model in Hugging Face's format is imported: " + IMPORT
-            raise ConfigError(f"{place}: {none_here(place)}: give a run's folder; {other.format(place)}")
+                hint += "; a model in Hugging Face's format is imported: " + IMPORT.format(place)
+            elif not place.is_absolute() and not str(place).startswith("out/"):
+                hint += "; " + DOWNLOAD.format(place)
+            raise ConfigError(f"{place}: {hint}")
         if not self.config.eval_only and paths[0].parent.resolve() == Path(self.config.out_dir).resolve():
             raise ConfigError(f"init_from={place} is in out_dir, where this run's checkpoints go: choose another "
                               "out_dir")
@@ -269,7 +271,8 @@ class Initial:
             trained, given = self.meta.get(key), data.meta.get(key)
             if trained and given and trained != given:
                 raise ConfigError(f"{origin}: its {key} differs from that of {config.dataset} ({str(trained)[:80]!r}, "
-                                  f"{str(given)[:80]!r}): these weights were trained with a different vocabulary")
+                                  f"{str(given)[:80]!r}): these weights were trained with a different vocabulary: give "
+                                  "a --dataset of theirs")
         with fitting(origin):
             step = self.meta["step"] + 0  # a TypeError unless it is a number
             if wrong := misfit(self.weights, model):

@@ -966,7 +966,7 @@ TORCHELASTIC_MAX_RESTARTS=2         resume=never  torchrun --max-restarts  --res
 {plan} --branch={bare}@4            {bare} has no log.jsonl
 # old weights
 --init_from={empty}                 {empty}: no checkpoint was saved here  python export.py --from_hf={empty}
---init_from={nowhere}               no checkpoint was saved here  hf download
+--init_from=some/model              no checkpoint was saved here  hf download some/model
 --init_from={data}/train.bin        train.bin  not a checkpoint of this project
 --init_from={whole} --out_dir={whole}            init_from  is in out_dir
 --init_from={whole} --n_embd=64     {whole}/checkpoint.safetensors  n_embd was 32, is 64  leave these settings out
