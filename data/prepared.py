@@ -39,7 +39,7 @@ def find_dataset(name):
     for folder in (here, ours):
         if (folder / "meta.json").exists():
             return folder
-    return here if here.is_dir() else ours
+    return here if here.exists() else ours
 
 
 class Tokens:
@@ -172,6 +172,9 @@ def _prepare_command(folder, *options):
 def _read_meta(folder):
     path = folder / "meta.json"
     how = _prepare_command(folder)
+    if folder.is_file():
+        raise DataError(f"{folder} is a file, from which a dataset is prepared first: python data/tokens/prepare.py "
+                        f"--files {shlex.quote(str(folder))} --out data/{shlex.quote(folder.stem)}")
     if not folder.is_dir():
         recipes = sorted(p.parent.name for p in Path(__file__).parent.glob("*/prepare.py"))
         raise DataError(f"there is no dataset folder {folder}: data/ can prepare {', '.join(recipes)}; or check "

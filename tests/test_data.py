@@ -214,6 +214,9 @@ def test_a_folder_that_a_model_cannot_use_is_refused(tmp_path):
         rejected(lambda how=how: Tokens(folder, **how), words)
     assert len(Tokens(folder, 256, block_size=119).val) == 120
     rejected(lambda: Tokens(tmp_path / "nothing"), "no dataset folder", "pystdlib")
+    (tmp_path / "a.txt").touch()
+    found = prepared.find_dataset(tmp_path / "a.txt")
+    rejected(lambda: Tokens(found), f"prepare.py --files {tmp_path}/a.txt --out data/a")
     rejected(lambda: Tokens(tmp_path), "no meta.json")
     rejected(lambda: write_folder(tmp_path / "empty", val=[]), "val.bin has 0 tokens")
     assert not (tmp_path / "empty/meta.json").exists()
@@ -657,7 +660,7 @@ def test_few_documents_are_divided(small_units, tmp_path, prepare, monkeypatch, 
     monkeypatch.setattr(any_tokens, "MOST_HELD_OUT", 2**11)
     write_files(tmp_path, {"small": "a", **{f"texts/{i}.txt": text for i, text in enumerate(texts)}})
     split = lambda name: prepare(files=[tmp_path / name], val_fraction=fraction, endings=("small",))
-    rejected(lambda: split("small"), "1 characters are too few")
+    rejected(lambda: split("small"), "1 characters are too few", "at least 2")
     tokens = split("texts")  # nothing is left that needs --force
     train, val = text_of(tokens.train), text_of(tokens.val)
     assert tokens.meta["splits"]["val"]["documents"] == val.count(b"\0")
@@ -810,7 +813,7 @@ NO_TOKENS = """
 --files a.jsonl --text_column=content    (line 1 has no column 'content' (only text, id): give --text_column
 --files a.jsonl --text_column=content --shuffle=1    has no column 'content'
 --files none                             no such file
---files a.csv                            1 ending in .csv (a.csv): --endings
+--files a.csv                            1 ending in .csv (a.csv): --endings=.md says what else is text; tables, PDFs
 --files empty.txt                        nothing to read
 --files pipe                             pipe is neither a file nor a folder
 --files a.jsonl --val_fraction=1e-9      hold out 0

@@ -101,7 +101,7 @@ def local_units(paths, reading):
     if not units:
         raise DataError(f"--files {' '.join(map(str, paths))}: nothing to read, which ends in .parquet, "
                         f"{', '.join(JSON_ENDINGS)} or .txt{about(reading.left_out)}: --endings=.md says what else is "
-                        "text")
+                        "text; tables, PDFs and archives are converted first: docs/your-data.md")
     return units
 
 
