@@ -80,10 +80,9 @@ SIZES = np.geomspace(1e6, 1e9, 12)
 
 
 @pytest.mark.parametrize("N, D, L, words", [
-    ([], [], [], "0 sizes N and 0 token counts"), ([1e6, 1e7], [1e8, 1e9], [3.0], "N, D, L have 2, 2, 1 values"),
-    ([1e6, -1], [1e8, 1e9], [3.0, 2.0], r"N\[1\] = -1 is not a positive number"),
-    ([1e6, 1e7], [1e8, math.inf], [3.0, 2.0], r"D\[1\] = inf is not a positive number"),
-    ([1e6, 1e7], [1e8, 1e9], ["x", 2.0], "L holds something that is not a number"),
+    ([], [], [], "0 sizes N and 0 token counts"), ([1e6, 1e7], [1e8, 1e9], [3.0], "give N, D and L of each run"),
+    ([1e6, -1], [1e8, 1e9], [3.0, 2.0], "N = -1, D = 1e.09, L = 2 of run 1 are not positive"),
+    ([1e6, 1e7], [1e8, math.inf], [3.0, 2.0], "D = inf"), ([1e6, 1e7], [1e8, 1e9], ["x", 2.0], "all numbers: "),
     ([1e6, 1e7] * 3, [1e8, 1e8, 1e9, 1e9, 1e10, 1e10], [4, 3, 3.5, 2.5, 3, 2], "2 sizes N and 3 token counts D"),
     ([1e6, 1e7, 1e8, 1e9], [1e8, 1e11, 1e9, 1e10], [4, 3, 3, 2], "4 distinct .* add 1 or more"),
     (SIZES, 20 * SIZES, SIZES, "1.0000 correlated.*more than one budget")])
