@@ -153,16 +153,15 @@ def to_predict(families):
     cells = sweep.reported_cells(preset, dict.fromkeys(itertools.product(models, preset.sizes), 1.0))
     sweep.estimate(cells)
     rows = []
-    for cell in cells:
-        row = {key: cell.at[key] for key in ("model", "size", "tokens")}
-        family = families[row["model"]]
-        row["is_larger"] = row["size"] not in family.sizes
-        if row["is_larger"]:
-            row["N"] = float(cell.at["parameters"] - cell.at["embedding"])
-        else:
-            row["N"] = float(family.N[family.sizes.index(row["size"])])
-        if row["N"] > family.N[-1] or not row["is_larger"]:
-            rows.append(row)
+    for at in (cell.at for cell in cells):
+        family = families[at["model"]]
+        known = dict(zip(family.sizes, family.N.tolist(), strict=True))
+        *_, largest = known.values()
+        N = known.get(at["size"], float(at["parameters"] - at["embedding"]))
+        is_larger = N > largest
+        if at["size"] in known or is_larger:
+            place = {key: at[key] for key in ("model", "size", "tokens")}
+            rows.append({**place, "is_larger": is_larger, "N": N})
     return rows
 
 

@@ -11,7 +11,9 @@ table has only their place in the plan and, in `left_out`, the reason. `accept_c
 the code, if the changes are known to be harmless.
 """
 
+import functools
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -117,11 +119,10 @@ def frame_of(rows, kind):
     """The rows as a DataFrame, whose columns of whole numbers stay whole where a run lacks one."""
     import pandas
 
-    columns = dict.fromkeys(["run", *KINDS[kind].place, "left_out", "device", "code", *ENVIRONMENT, "time"])
-    for row in rows:
-        columns |= dict.fromkeys(row)
+    first = ["run", *KINDS[kind].place, "left_out", "device", "code", *ENVIRONMENT, "time"]
+    columns = list(dict.fromkeys(itertools.chain(first, *rows)))
     whole = [key for key in columns if all(is_whole(row.get(key)) for row in rows)]
-    return pandas.DataFrame(rows, columns=list(columns)).astype(dict.fromkeys(whole, "Int64"))
+    return pandas.DataFrame(rows, columns=columns).astype(dict.fromkeys(whole, "Int64"))
 
 
 def is_whole(value):
@@ -131,7 +132,7 @@ def is_whole(value):
 # ---------------------------------------------------------------------------------------------- which runs are compared
 
 def compared(kind, plan, records, source, accept_code):
-    """(rows, attrs) from the Records of a sweep: which runs are comparable, and why the others are not."""
+    """(rows, attrs) from what `load` gives of a sweep: which runs are comparable, and why the others are not."""
     rows = {}
     reasons = {}
     environments = {}  # of each version of the code; a run that began in one and ended in another has the last one's
@@ -139,11 +140,11 @@ def compared(kind, plan, records, source, accept_code):
     cells = plan.pop("cells")
     for name, at in cells.items():
         try:
-            record = whole(records[name]).config
+            found = records[name]()
             with fields():
-                known.update(record["code_versions"])
-            rows[name] = checked(KINDS[kind], name, at, records[name], accept_code)
-            environments[record["environment"]["code"]] = record["environment"]
+                known.update(found.config["code_versions"])
+            rows[name] = checked(KINDS[kind], name, at, found, accept_code)
+            environments[found.config["environment"]["code"]] = found.config["environment"]
         except BadRecord as reason:
             reasons[name] = str(reason)
     for version in accept_code:
@@ -268,7 +269,7 @@ def check_outcome(kind, result, config):
 
 def is_number(value):
     """Above 0; NaN is none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e300
+    return type(value) in (int, float) and 0 < value < 1e300
 
 
 def check_place(kind, name, at, result, record):
@@ -397,43 +398,29 @@ KEPT_OF_LOG = ("step", "tokens", "val_loss", "accuracy", "val_accuracy", "second
 
 
 def load(source):
-    """(plan, {name: Records or BadRecord}) of a sweep's folder, or of a file from save(). Raises ConfigError."""
+    """(plan, {name: function}) of a sweep's folder, or of a file from save(). A function returns the run's Records, or
+    raises BadRecord. Raises ConfigError."""
     source = Path(source)
-    if source.is_file():
-        return load_saved(source)
-    plan = runner.read_plan(source)
-    records = {}
-    for name in plan["cells"]:
-        try:
-            records[name] = finished_records(source / name)
-        except BadRecord as reason:
-            records[name] = reason
-    return plan, records
+    if not source.is_file():
+        plan = runner.read_plan(source)
+        return plan, {name: functools.partial(finished_records, source / name) for name in plan["cells"]}
+    saved = read_json(source)
+    cells = saved["cells"]
+    plan = {**saved["plan"], "cells": {name: cell.pop("at") for name, cell in cells.items()}}
+    return plan, {name: functools.partial(unpacked, saved, cell) for name, cell in cells.items()}
 
 
-def whole(records):
-    """The Records. Raises BadRecord if that is what they are."""
-    if isinstance(records, BadRecord):
-        raise records
-    return records
-
-
-def load_saved(path):
-    saved = read_json(path)
-    records = {}
-    places = {}
-    for name, cell in saved["cells"].items():
-        places[name] = cell.pop("at")
-        if "left_out" in cell:
-            records[name] = BadRecord(cell["left_out"])
-            continue
+def unpacked(saved, cell):
+    """The Records of a cell of a saved sweep. Raises BadRecord where it was left out."""
+    if "left_out" in cell:
+        raise BadRecord(cell["left_out"])
+    with fields():
         columns = cell.pop("eval")
         for section, shared in saved["shared"].items():
             cell[section] = shared | cell[section]
         cell["environment"]["code_files"] = saved["code_files"][cell["environment"]["code"]]
         evaluations = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        records[name] = Records(cell.pop("result"), cell, evaluations)
-    return {**saved["plan"], "cells": places}, records
+        return Records(cell.pop("result"), cell, evaluations)
 
 
 def save(source, path):
@@ -448,7 +435,7 @@ def save(source, path):
     files = {}
     for name, at in plan.pop("cells").items():
         try:
-            cell = kept(whole(records[name]), files)
+            cell = kept(records[name](), files)
             finished.append(cell)
         except BadRecord as reason:
             cell = {"left_out": str(reason)}

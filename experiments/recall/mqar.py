@@ -108,6 +108,7 @@ class RecallSweep(Experiment):
     script = "experiments/recall/mqar.py"
     settings = {"run": RecallRun, "report": Report}
     program = "experiments/recall/cell.py"
+    write = staticmethod(report.write)
     name = "recall_{preset}"
     columns = ("T", "pairs", "n_embd", "mixer", "steps", "flops")
     estimated = " at most, as results/recall_laptop.json had it; a run stops where it answers enough of the test right"
@@ -120,9 +121,6 @@ class RecallSweep(Experiment):
 
     def about(self):
         return {"preset": self.args.preset}
-
-    def report(self, folder, out=None):
-        return report.write(folder, out, self.args.accept_code)
 
 
 def chosen(args):

@@ -56,7 +56,7 @@ class Report:
 class Experiment:
     """One command of an experiment, with its settings `args`.
 
-    A subclass has the attributes below, plan(), report(), and what else differs. Of a command that runs cells there
+    A subclass has the attributes below, plan(), and what else differs. Of a command that runs cells there
     are also `folder`, and `cells`, `failed` {name: reason} of those that ran.
     """
 
@@ -68,6 +68,7 @@ class Experiment:
     estimated = ""  # what is to say about the hours that it takes
     too_long = "this takes years here"  # and about years
     per_gpu = nproc = 1  # cells on a GPU, processes of a cell
+    write = None  # pages.report of its kind and page
     sets = ()  # settings that it gives each run, which a command may not
     see = ""  # the settings for them
 
@@ -104,7 +105,7 @@ class Experiment:
 
     def report(self, folder, out=None):
         """Write the report of the records in a folder or file; returns {kind: path}."""
-        raise NotImplementedError
+        return self.write(folder, out, self.args.accept_code)
 
     def place(self):
         """The folder of the sweep."""

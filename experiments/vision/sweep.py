@@ -93,6 +93,7 @@ class ImageSweep(Experiment):
     script = "experiments/vision/sweep.py"
     settings = {"run": ImageRun, "report": Report}
     program = "experiments/vision/classify.py"
+    write = staticmethod(report.write)
     name = "vision_{config}"
     columns = ("model", "directions", "n_layer")
     sets = ("model", "directions", "n_layer", "seed", "out_dir", "resume")
@@ -104,9 +105,6 @@ class ImageSweep(Experiment):
     def finish(self):
         runner.write_plan(self.folder, self.cells, speed=speed(self.cells))
         super().finish()
-
-    def report(self, folder, out=None):
-        return report.write(folder, out, self.args.accept_code)
 
 
 main = ImageSweep.main
