@@ -1,12 +1,13 @@
 """Figures: panels of curves with intervals, side by side, in one style and with one colour per family."""
 
+import collections
+import functools
 import itertools
 import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from common.errors import printable
 from runtime.loss_curve import save_figure
 
 STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
@@ -37,9 +38,6 @@ class Curve:
     high: list = ()
     line: str = "o-"
 
-    def __post_init__(self):
-        self.label = printable(self.label)
-
 
 @dataclass
 class Panel:
@@ -54,9 +52,6 @@ class Panel:
     curves: list
     log: str = ""
     marks: tuple = ()
-
-    def __post_init__(self):
-        self.title, self.x, self.y = map(printable, (self.title, self.x, self.y))
 
 
 def name_of(model):
@@ -80,12 +75,8 @@ def draw(panels, path, style=None):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    colours = {family: colour for family, (_, colour) in LOOKS.items()}
-    spare = itertools.cycle(SPARE)
-    for panel in panels:
-        for curve in panel.curves:
-            if curve.family not in colours:
-                colours[curve.family] = next(spare)
+    spare = functools.partial(next, itertools.cycle(SPARE))
+    colours = collections.defaultdict(spare, {family: colour for family, (_, colour) in LOOKS.items()})
     columns = 2 if len(panels) == 4 else min(len(panels), 3)
     rows = math.ceil(len(panels) / columns)
     most = max(len(panel.curves) for panel in panels)
