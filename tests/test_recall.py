@@ -32,7 +32,7 @@ from runtime.records import read_log
 pytestmark = pytest.mark.usefixtures("one_thread")
 OWN_MIXERS = pytest.mark.parametrize("mixer", ["attention", "based", "hyena", "baseconv", "longhorn"])
 NEW = {"short BaseConv": models.BaseConv, "long BaseConv": models.LongBaseConv, "Hyena": models.Hyena,
-       "Based": models.TaylorAttention, "attention": models.Attention}
+       "Based": models.TaylorAttention, "attention": models.OneHead}
 
 
 # ------------------------------------------------------------------------------------------------------------ the task

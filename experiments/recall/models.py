@@ -24,6 +24,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import families  # noqa: F401  so that all take part
+from experiments.attention import Attention
 from initialisation import constant, dense, linear, normal, parameter, to_residual
 from inspection import counting
 from kernels.linear_attention import retention
@@ -199,28 +200,17 @@ class TaylorAttention(nn.Module):
         return (1 + self.n + self.n**2) * (self.v.in_features + 1)
 
 
-class Attention(nn.Module):
+class OneHead(Attention):
     """The benchmark's attention: one head, biases, dropout of 0.1 on the weights. `Recall` adds learned positions."""
 
+    causal = True
     dropout = 0.1
 
     def __init__(self, config, layer):
-        super().__init__()
-        d = config.n_embd
-        self.qkv = linear(d, 3 * d, start=normal(0.02), bias=constant(0.0), parts=[d, d, d])
-        self.out_proj = linear(d, d, start=to_residual(config), bias=constant(0.0))
-
-    def forward(self, x):
-        q, k, v = self.qkv(x)[:, None].chunk(3, -1)  # (B, 1, T, d) each
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        return self.out_proj(y[:, 0])
-
-    def flops(self, T):
-        return 4 * self.out_proj.in_features * (T + 1) / 2
+        super().__init__(replace(config, n_head=1), layer)
 
     def inputs_kept(self, T):
-        return 2 * self.out_proj.in_features * T
+        return 2 * self.n * T
 
 
 # --------------------------------------------------------------------------------------------------------------- model
@@ -233,7 +223,7 @@ def having(mixer, **settings):
 # name -> mixers of the layers, repeated to n_layer
 MIXERS = {family: mixers[:1] for family, mixers in FAMILIES.items()}
 MIXERS |= {
-    "attention": [Attention],
+    "attention": [OneHead],
     "based": [BaseConv, TaylorAttention],
     "hyena": [Hyena],
     "baseconv": [BaseConv, LongBaseConv],

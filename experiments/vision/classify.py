@@ -35,10 +35,11 @@ import train  # noqa: E402
 from common.errors import ConfigError  # noqa: E402
 from configurator import Count, Probability, Range, Whole  # noqa: E402
 from data.images import ImageData  # noqa: E402
+from experiments.attention import Attention  # noqa: E402
 from initialisation import constant, dense, draw, linear, normal, parameter, to_residual  # noqa: E402
 from inspection import counting  # noqa: E402
 from kernels.ops import rms_norm  # noqa: E402
-from model import LM, Branch, Layer, Longhorn, Mamba, RMSNorm, check_sizes, split_heads  # noqa: E402
+from model import LM, Branch, Layer, Longhorn, Mamba, RMSNorm, check_sizes  # noqa: E402
 from runtime import checkpoint, distributed  # noqa: E402
 
 
@@ -136,27 +137,6 @@ class LonghornTwoWays(TwoWays):
 
 class MambaTwoWays(TwoWays):
     block, operator = Mamba, Mamba.operator
-
-
-class Attention(nn.Module):
-    """Softmax attention over all tokens, as in ViT: softmax(q k^T / sqrt(n)) v, with biases."""
-
-    operator = "F.scaled_dot_product_attention"
-
-    def __init__(self, config, layer):
-        super().__init__()
-        self.n = split_heads(config)
-        d = config.n_embd
-        self.qkv = linear(d, 3 * d, start=normal(0.02), bias=constant(0.0), parts=[d, d, d])
-        self.out_proj = linear(d, d, start=to_residual(config), bias=constant(0.0))
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.n)).permute(2, 0, 3, 1, 4)  # (B, H, T, n) each
-        y = F.scaled_dot_product_attention(q, k, v)
-        return self.out_proj(y.transpose(1, 2).flatten(2))
-
-    def flops(self, T):
-        return 4 * self.out_proj.in_features * T  # q k^T and the weighted sum
 
 
 class MLP(nn.Module):
