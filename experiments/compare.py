@@ -355,14 +355,10 @@ def times(m, log_ratio, half=0.0):
 
 
 def holm(p):
-    """{key: p} corrected for their number by Holm's method; None stays None."""
-    known = [key for key in p if p[key] is not None]
-    corrected = dict(p)
-    largest = 0.0
-    for rank, key in enumerate(sorted(known, key=p.get)):
-        largest = max(largest, p[key] * (len(known) - rank))
-        corrected[key] = min(largest, 1.0)
-    return corrected
+    """{key: p} corrected for their number by Holm's method."""
+    keys = sorted(p, key=p.get)
+    each = [p[key] * (len(keys) - rank) for rank, key in enumerate(keys)]
+    return dict(zip(keys, np.minimum(np.maximum.accumulate(each), 1.0).tolist(), strict=True))
 
 
 def winner(means, p_of, alpha=0.05):

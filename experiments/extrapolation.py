@@ -362,11 +362,6 @@ class Extrapolation(Experiment):
     sets = (*sweep.SET_BY_THE_SWEEP, "dataset")
     see = "FAMILY, --preset, --seeds"
 
-    def __init__(self, argv):
-        if argv and argv[0].startswith("--") and argv[0] != "--help":
-            argv = ["eval", *argv]
-        super().__init__(argv)
-
     def run(self):
         args = self.args
         trains = args.command == "run"
@@ -419,7 +414,11 @@ class Extrapolation(Experiment):
         return paths
 
 
-main = Extrapolation.main
+def main(argv):
+    if argv and argv[0].startswith("--") and argv[0] != "--help":
+        argv = ["eval", *argv]
+    return Extrapolation.main(argv)
+
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

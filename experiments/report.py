@@ -116,20 +116,12 @@ class Entry:
                 changes[seed] = slope @ np.array(losses)
         return changes
 
-    def log_seconds(self):
-        """log(seconds per token) of each seed."""
-        return np.log(self.at_main.seconds / self.at_main.tokens).tolist()
-
-    def flops(self):
-        """Per token."""
-        first = self.at_main.iloc[0]
-        return first.flops / first.tokens
-
 
 def collect(runs):
     """[[Entry] of a size], the smallest size first, in each the families in the plan's order."""
     about = runs.attrs
-    runs = runs.copy(deep=False)
+    seconds = (runs.seconds / runs.tokens).astype(float)
+    runs = runs.assign(flops_per_token=runs.flops / runs.tokens, log_seconds=np.log(seconds))
     runs.attrs = {}  # pandas copies them deeply with each selection
     entries = [entry_of(model, size, cells) for (model, size), cells in runs.groupby(["model", "size"], sort=False)]
     order = [*about.get("models", ()), *sorted((e.model for e in entries), key=family_order)]
@@ -246,8 +238,9 @@ def multipliers(families, a, b, tokens, d):
     """The part of a row of `pair_rows` that is read off the curves over budgets; d: the Difference at `tokens`."""
     curve_a, curve_b = (compare.Curve(e, tokens, families) for e in (a, b))
     m = compare.multiplier(d, curve_a, curve_b)
-    costs = {"tokens": m, "FLOPs": compare.times(m, math.log(a.flops() / b.flops()))}
-    log_seconds = compare.welch(a.log_seconds(), b.log_seconds())
+    flops_a, flops_b = (e.at_main.flops_per_token.iloc[0] for e in (a, b))
+    costs = {"tokens": m, "FLOPs": compare.times(m, math.log(flops_a / flops_b))}
+    log_seconds = compare.welch(a.at_main.log_seconds, b.at_main.log_seconds)
     if log_seconds:
         costs["seconds"] = compare.times(m, log_seconds.mean, log_seconds.high - log_seconds.mean)
     row = {}
@@ -279,7 +272,7 @@ def loss_row(e, is_winner, is_paper):
     row |= {"N": human(first.parameters, 4), "D": human(e.main), "budget": e.main, "mean": e.mean, "sd": losses.std(),
             "seeds": len(losses), "mark": "**" if is_winner else "",
             "spread": f" \u00b1 {losses.std():.4f}" if len(losses) > 1 else "", "rate": e.rate,
-            "speed": math.exp(-statistics.fmean(e.log_seconds()))}
+            "speed": math.exp(-statistics.fmean(e.at_main.log_seconds))}
     if first.val_bits_per_byte > 0:
         row["bits"] = e.mean * first.val_bits_per_byte / first.val_loss
     if is_paper:
