@@ -6,7 +6,6 @@ The statistics are tests of chance with fixed seeds: a p-value below 1e-4 fails.
     python -m pytest tests/test_recall.py
 """
 
-import dataclasses
 import json
 import math
 from itertools import combinations, permutations
@@ -370,9 +369,8 @@ def test_dropout_is_a_function_of_seed_step_and_process():
 # ----------------------------------------------------------------------------------------------------------- the sweep
 
 def test_the_papers_448_runs_as_specified():
-    paper = mqar.PRESETS["paper"]
-    cells = mqar.cells_of(dataclasses.replace(paper, widths=(64,)))
-    assert paper.widths == (64, 128, 256, 512) and len({c.name for c in cells}) == len(cells) == 448 / 4
+    cells = mqar.RecallSweep(["run", "--preset=paper", "--widths=64"]).plan()
+    assert mqar.PRESETS["paper"].widths == (64, 128, 256, 512) and len({c.name for c in cells}) == len(cells) == 448 / 4
     assert {c.at["mixer"] for c in cells} == {"attention", "based", "hyena", "rwkv4", "baseconv", "mamba", "longhorn"}
     for c in cells:
         config = cell.load(c.argv)

@@ -18,7 +18,6 @@ Here other examples are reported, and `--seeds=1,2,3` adds what the protocol doe
 mixers solve a task is a coarse question: 3 of 3 seeds against 1 of 3 is p = 0.40. Steps to half of it say more.
 """
 
-import dataclasses
 import sys
 from dataclasses import dataclass
 from itertools import product
@@ -68,19 +67,26 @@ PRESETS = {
 }
 
 
-def cells_of(preset, extra=()):
-    """[Cell] of the preset, the rates of a point together. Raises ConfigError for what does not make a run."""
+def cells_of(args):
+    """[Cell] of the preset as the command line changes it, the rates of a point together. Raises ConfigError for what
+    does not make a run."""
     import torch
 
     from experiments.recall import cell
     from inspection.counting import flops_per_token
 
-    cells, flops = [], {}  # of a step, by point
-    points = [(T, width, mixer) for T in preset.lengths for width in preset.widths for mixer in preset.lengths[T]]
-    for point, seed, rate in product(points, preset.seeds, sorted(preset.lrs, reverse=True)):
+    preset = PRESETS[args.preset]
+    first, *_ = preset.lengths.values()
+    points = []
+    for T in args.Ts or preset.lengths:
+        points += product([T], args.widths or preset.widths, args.mixers or preset.lengths.get(T, first))
+    rates = sorted(args.lrs or preset.lrs, reverse=True)
+    cells = []
+    flops = {}  # of a step, by point
+    for point, seed, rate in product(points, args.seeds or preset.seeds, rates):
         T, width, mixer = point
         argv = [f"--model={mixer}", f"--block_size={T}", f"--n_embd={width}", f"--learning_rate={rate:g}",
-                f"--seed={seed}", *preset.args, *extra]
+                f"--seed={seed}", *preset.args, *args.others]
         config = cell.load(argv)
         if point not in flops:
             with torch.device("meta"):
@@ -117,18 +123,10 @@ class RecallSweep(Experiment):
     see = "--mixers, --Ts, --widths, --lrs, --seeds, --out"
 
     def plan(self):
-        return cells_of(chosen(self.args), self.args.others)
+        return cells_of(self.args)
 
     def about(self):
         return {"preset": self.args.preset}
-
-
-def chosen(args):
-    """The preset as the command line changes it."""
-    preset = PRESETS[args.preset]
-    changes = {key: getattr(args, key) for key in ("widths", "lrs", "seeds") if getattr(args, key)}
-    lengths = {T: preset.lengths.get(T, next(iter(preset.lengths.values()))) for T in args.Ts or preset.lengths}
-    return dataclasses.replace(preset, lengths={T: args.mixers or mixers for T, mixers in lengths.items()}, **changes)
 
 
 main = RecallSweep.main
