@@ -19,6 +19,7 @@ goes to every run (`--wandb=offline`, `--dtype=float32`).
 """
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -325,34 +326,35 @@ def search_cells(preset, model, size, rates):
             for seed in seeds for rate in rates]
 
 
-def searched(preset, folder, model, size, rates):
-    """BestRate of these rates by the first half of the files; None without a usable run, or while a run of the search
-    is missing, which failed: it would move the choice.
-
-    Rates that an earlier command tried beyond them do not count: the choice is the same however often it is stopped.
-    """
-    losses = {rate: {} for rate in rates}
-    for cell in search_cells(preset, model, size, rates):
+def searched(folder, cells):
+    """BestRate of a search by the first half of the files; None without a usable run, or while a run is missing, which
+    failed: it would move the choice."""
+    losses = {}
+    for cell in cells:
         try:
             loss = read_run(folder / cell.name, cell.at)["loss_of_choosing_files"]
         except BadRecord as reason:
             if "diverged" not in str(reason):
                 return None
             loss = math.inf
-        losses[cell.at["learning_rate"]][cell.at["seed"]] = loss
+        losses.setdefault(cell.at["learning_rate"], {})[cell.at["seed"]] = loss
     return best_rate(losses)
 
 
 def search(preset, folder, size, grids, go):
-    """{model: BestRate, None without one} at a size; grids {model: the rates to begin with} go on beyond their edge."""
+    """{model: BestRate, None without one} at a size; grids {model: the rates to begin with} go on beyond their edge.
+
+    Rates that an earlier command tried beyond them do not count: the choice is the same however often it is stopped.
+    """
     bests = {}
     while grids:
-        go([c for model, grid in grids.items() for c in search_cells(preset, model, size, grid)])
+        cells = {model: search_cells(preset, model, size, grid) for model, grid in grids.items()}
+        go(list(itertools.chain(*cells.values())))
         unsettled = {}
         for model, grid in grids.items():
-            bests[model] = searched(preset, folder, model, size, grid)
-            if bests[model] and bests[model].beyond and len(grid) < preset.sizes[size].rates + EXTENSIONS:
-                unsettled[model] = [*grid, three_digits(bests[model].beyond)]
+            best = bests[model] = searched(folder, cells[model])
+            if best and best.beyond and len(grid) < preset.sizes[size].rates + EXTENSIONS:
+                unsettled[model] = [*grid, three_digits(best.beyond)]
         grids = unsettled
     return bests
 
@@ -441,21 +443,6 @@ def whole_path(setting):
     if key == "--dataset" and Path(value).is_dir():
         return f"{key}={Path(value).resolve()}"
     return setting
-
-
-def about_sweep(args, preset, folder, before):
-    """What plan.json says of the whole sweep; before: what it says now. Raises ConfigError where an earlier command had
-    another size of a label."""
-    sizes = {label: [*size.argv] for label, size in preset.sizes.items()}
-    known = before.get("sizes", {})
-    for label, argv in sizes.items():
-        if label in known and known[label] != argv:
-            raise ConfigError(f"{folder} has a size {label} of {' '.join(known[label])}: choose another label or --out")
-    command = shlex.join(["python", "experiments/sweep.py", *sys.argv[1:]])
-    is_paper = args.command == "paper" and not (args.steps or args.sizes or args.others)
-    return {"preset": args.command, "paper": is_paper and before.get("paper", True), "warmup": preset.warmup,
-            "models": list(dict.fromkeys([*before.get("models", ()), *preset.models])), "sizes": known | sizes,
-            "commands": list(dict.fromkeys([*before.get("commands", ()), command]))}
 
 
 def check_data(cells):
@@ -566,12 +553,25 @@ class Sweep(Experiment):
         check_settings(expected)
         if not self.args.dry_run:
             check_data(expected)
-        self.whole = about_sweep(self.args, self.preset, self.folder, before)
+        self.about()
         estimate(expected)
         return expected
 
     def about(self):
-        return self.whole
+        """Raises ConfigError where an earlier command had another size of a label."""
+        args = self.args
+        before = runner.read_plan(self.folder, new=True)
+        sizes = {label: [*size.argv] for label, size in self.preset.sizes.items()}
+        known = before.get("sizes", {})
+        for label, argv in sizes.items():
+            if label in known and known[label] != argv:
+                raise ConfigError(f"{self.folder} has a size {label} of {' '.join(known[label])}: choose another label "
+                                  "or --out")
+        command = shlex.join(["python", self.script, *sys.argv[1:]])
+        is_paper = args.command == "paper" and not (args.steps or args.sizes or args.others)
+        return {"preset": args.command, "paper": is_paper and before.get("paper", True), "warmup": self.preset.warmup,
+                "models": list(dict.fromkeys([*before.get("models", ()), *self.preset.models])), "sizes": known | sizes,
+                "commands": list(dict.fromkeys([*before.get("commands", ()), command]))}
 
     def work(self, planned):
         preset = self.preset
