@@ -110,7 +110,8 @@ def keys(properties):
                 layout = launch.cuda_shape(update, *size, *room, update != "exact")
                 found[update, dtype, layout, architecture] = None
         for width in CONV_WIDTHS:
-            found["conv", dtype, (width,), architecture] = None
+            for at_once in (1, 2) if dtype.itemsize == 2 else (1,):
+                found["conv", dtype, (width, at_once), architecture] = None
         for V in VOCABULARIES:
             found["loss", dtype, (ops.loss_room(dtype, V, room[1]),), architecture] = None
     return list(found)

@@ -41,52 +41,70 @@ struct NormArgs {
 #ifdef ON_GPU
 
 // ----------------------------------------------------------------------------------------------- CUDA: the convolution
-// A lane handles one channel over CONV_TILE steps of a row. All tiles run at once, and the W - 1 inputs before a tile
-// are read again (they are in the cache). CONV_AHEAD rows are read before the first of them is used.
+// A lane handles C neighbouring channels over CONV_TILE steps of a row: two of 16 bits, which it reads and writes as one
+// word, where D is even (kernels/launch.py copies rows that do not begin at a word). All tiles run at once, and the
+// W - 1 inputs before a tile are read again (they are in the cache). CONV_AHEAD rows are read before the first of them
+// is used.
 
 #define CONV_TILE 64
 #define CONV_AHEAD 8
 
-template <class E, int W> struct ConvPlace {
+template <int C, class E> MATH uint32_t read_channels(const E *p) { return C == 2 ? read_32(p) : read(p).bits; }
+template <int C, class E> MATH float channel(uint32_t word, int n) {
+    return to_float(Ahead<E>{n ? word >> 16 : word});
+}
+template <int C, class E> MATH void set_channels(E *p, const float (&v)[C]) {
+    if constexpr (C == 2) *(uint32_t *)p = rounded(v[0], E()) | rounded(v[1], E()) << 16;
+    else set(p, v[0]);
+}
+
+template <class E, int W, int C> struct ConvPlace {
     int T, tile, t0, t1, c;                            // tile: index over all rows; it covers the steps t0 .. t1
     int64_t b;
     bool live;
     const E *x;
     int stride;
-    float weight[W], bias;
+    float weight[C][W], bias[C];
     const float *state;
     __device__ __forceinline__ ConvPlace(const ConvArgs &a) {
-        const unsigned blocks = (unsigned)ceil_div(a.D, THREADS), tiles = (unsigned)ceil_div(a.T, CONV_TILE);
+        const unsigned blocks = (unsigned)ceil_div(a.D, THREADS * C), tiles = (unsigned)ceil_div(a.T, CONV_TILE);
         tile = blockIdx.x / blocks;
         T = (int)a.T; t0 = tile % tiles * CONV_TILE; t1 = T - t0 < CONV_TILE ? T : t0 + CONV_TILE;
         b = tile / tiles;
-        c = (int)(blockIdx.x % blocks) * THREADS + threadIdx.x;
+        c = ((int)(blockIdx.x % blocks) * THREADS + threadIdx.x) * C;
         live = c < a.D;
-        if (!live) c = (int)a.D - 1;
+        if (!live) c = (int)a.D - C;
         x = (const E *)a.x + b * a.x_b + c;
         stride = (int)(a.x_t * sizeof(E));
-        bias = a.bias ? a.bias[c] : 0.0f;
         state = a.state ? a.state + b * (W - 1) * a.D + c : nullptr;
         #pragma unroll
-        for (int i = 0; i < W; i++) weight[i] = a.weight[(int64_t)c * W + i];
+        for (int n = 0; n < C; n++) {
+            bias[n] = a.bias ? a.bias[c + n] : 0.0f;
+            #pragma unroll
+            for (int i = 0; i < W; i++) weight[n][i] = a.weight[(int64_t)(c + n) * W + i];
+        }
     }
     // window[1 ..] become the inputs of the W - 1 steps before t0; `slide` then makes room for the next
-    __device__ __forceinline__ void before(const ConvArgs &a, float (&window)[W]) const {
+    __device__ __forceinline__ void before(const ConvArgs &a, float (&window)[C][W]) const {
         #pragma unroll
         for (int i = 1; i < W; i++) {
             const int t = t0 - W + i;
-            window[i] = t >= 0 ? to_float(read(step_at(x, t, stride))) : state ? state[(t + W - 1) * a.D] : 0.0f;
+            const uint32_t word = t >= 0 ? read_channels<C>(step_at(x, t, stride)) : 0;
+            #pragma unroll
+            for (int n = 0; n < C; n++)
+                window[n][i] = t >= 0 ? channel<C, E>(word, n) : state ? state[(t + W - 1) * a.D + n] : 0.0f;
         }
     }
     template <bool INSIDE>
-    __device__ __forceinline__ void read_ahead(const E *from, int step, int t, Ahead<E> (&to)[CONV_AHEAD]) const {
+    __device__ __forceinline__ void read_ahead(const E *from, int step, int t, uint32_t (&to)[CONV_AHEAD]) const {
         #pragma unroll
-        for (int i = 0; i < CONV_AHEAD; i++) to[i] = read(step_at(from, INSIDE || t + i < T ? t + i : T - 1, step));
+        for (int i = 0; i < CONV_AHEAD; i++)
+            to[i] = read_channels<C>(step_at(from, INSIDE || t + i < T ? t + i : T - 1, step));
     }
-    __device__ __forceinline__ float sum(const float (&window)[W]) const {
-        float p = bias;
+    __device__ __forceinline__ float sum(const float (&window)[C][W], int n) const {
+        float p = bias[n];
         #pragma unroll
-        for (int i = 0; i < W; i++) p += weight[i] * window[i];
+        for (int i = 0; i < W; i++) p += weight[n][i] * window[n][i];
         return p;
     }
 };
@@ -98,27 +116,29 @@ template <int W> MATH void slide(float (&window)[W], float next) {
 }
 
 // INSIDE: all CONV_AHEAD steps belong to the tile, so that no step checks bounds.
-template <bool INSIDE, class E, int W> MATH void conv_forward_steps(const ConvArgs &a, const ConvPlace<E, W> &at, int t,
-                                                                    float (&window)[W], E *y) {
-    Ahead<E> xs[CONV_AHEAD];
-    float ys[CONV_AHEAD];
+template <bool INSIDE, class E, int W, int C>
+MATH void conv_forward_steps(const ConvArgs &a, const ConvPlace<E, W, C> &at, int t, float (&window)[C][W], E *y) {
+    uint32_t xs[CONV_AHEAD];
+    float ys[CONV_AHEAD][C];
     at.template read_ahead<INSIDE>(at.x, at.stride, t, xs);
     #pragma unroll
-    for (int i = 0; i < CONV_AHEAD; i++) {
-        slide(window, to_float(xs[i]));
-        const float p = at.sum(window);
-        ys[i] = a.silu ? p * sigmoid(p) : p;
-    }
+    for (int i = 0; i < CONV_AHEAD; i++)
+        #pragma unroll
+        for (int n = 0; n < C; n++) {
+            slide(window[n], channel<C, E>(xs[i], n));
+            const float p = at.sum(window, n);
+            ys[i][n] = a.silu ? p * sigmoid(p) : p;
+        }
     if (!at.live) return;
     #pragma unroll
     for (int i = 0; i < CONV_AHEAD; i++)
-        if (INSIDE || t + i < at.t1) set(step_at(y, t + i, (int)(a.out_t * sizeof(E))), ys[i]);
+        if (INSIDE || t + i < at.t1) set_channels<C>(step_at(y, t + i, (int)(a.out_t * sizeof(E))), ys[i]);
 }
 
-template <class E, int W> MATH void conv_forward(const ConvArgs &a) {
-    const ConvPlace<E, W> at(a);
+template <class E, int W, int C> MATH void conv_forward(const ConvArgs &a) {
+    const ConvPlace<E, W, C> at(a);
     E *y = (E *)a.y + at.b * a.T * a.out_t + at.c;
-    float window[W];
+    float window[C][W];
     at.before(a, window);
     #pragma unroll 1
     for (int t = at.t0; t < at.t1; t += CONV_AHEAD) {
@@ -129,42 +149,47 @@ template <class E, int W> MATH void conv_forward(const ConvArgs &a) {
 
 // The backward also runs forwards in time: dx at t is known once the gradients dp of the sums at t .. t + W - 1 are, so
 // a tile walks W - 1 steps beyond its end, whose sums belong to its neighbour. The steps before 0 belong to the state.
-template <int W> struct ConvSums { float window[W], dp[W], dweight[W], dbias; };
+template <int W, int C> struct ConvSums { float window[C][W], dp[C][W], dweight[C][W], dbias[C]; };
 
-template <bool INSIDE, class E, int W> MATH void conv_backward_steps(const ConvArgs &a, const ConvPlace<E, W> &at, int t,
-                                                                     ConvSums<W> &s) {
+template <bool INSIDE, class E, int W, int C>
+MATH void conv_backward_steps(const ConvArgs &a, const ConvPlace<E, W, C> &at, int t, ConvSums<W, C> &s) {
     const E *dy = (const E *)a.dy + at.b * a.dy_b + at.c;
     E *dx = (E *)a.dx + at.b * a.T * a.out_t + at.c;
-    Ahead<E> xs[CONV_AHEAD], dys[CONV_AHEAD];
-    float dxs[CONV_AHEAD];
+    uint32_t xs[CONV_AHEAD], dys[CONV_AHEAD];
+    float dxs[CONV_AHEAD][C];
     at.template read_ahead<INSIDE>(at.x, at.stride, t, xs);
     at.template read_ahead<INSIDE>(dy, (int)(a.dy_t * sizeof(E)), t, dys);
     #pragma unroll
-    for (int i = 0; i < CONV_AHEAD; i++) {
-        slide(s.window, to_float(xs[i]));
-        const float p = at.sum(s.window), gate = sigmoid(p), slope = a.silu ? gate * (1.0f + p * (1.0f - gate)) : 1.0f;
-        slide(s.dp, INSIDE || t + i < at.T ? to_float(dys[i]) * slope : 0.0f);
-        const float grad = INSIDE || t + i < at.t1 ? s.dp[W - 1] : 0.0f;
-        dxs[i] = 0.0f;
+    for (int i = 0; i < CONV_AHEAD; i++)
         #pragma unroll
-        for (int j = 0; j < W; j++) {
-            dxs[i] += at.weight[j] * s.dp[W - 1 - j];
-            s.dweight[j] += grad * s.window[j];
+        for (int n = 0; n < C; n++) {
+            slide(s.window[n], channel<C, E>(xs[i], n));
+            const float p = at.sum(s.window, n), gate = sigmoid(p);
+            const float slope = a.silu ? gate * (1.0f + p * (1.0f - gate)) : 1.0f;
+            slide(s.dp[n], INSIDE || t + i < at.T ? channel<C, E>(dys[i], n) * slope : 0.0f);
+            const float grad = INSIDE || t + i < at.t1 ? s.dp[n][W - 1] : 0.0f;
+            dxs[i][n] = 0.0f;
+            #pragma unroll
+            for (int j = 0; j < W; j++) {
+                dxs[i][n] += at.weight[n][j] * s.dp[n][W - 1 - j];
+                s.dweight[n][j] += grad * s.window[n][j];
+            }
+            s.dbias[n] += grad;
         }
-        s.dbias += grad;
-    }
     if (!at.live) return;
     #pragma unroll
     for (int i = 0; i < CONV_AHEAD; i++) {
         const int to = t + i - W + 1;                                    // the step whose gradients are complete
-        if (INSIDE || (to >= at.t0 && to < at.t1)) set(step_at(dx, to, (int)(a.out_t * sizeof(E))), dxs[i]);
-        else if (to < 0 && a.dstate) a.dstate[(at.b * (W - 1) + to + W - 1) * a.D + at.c] = dxs[i];
+        if (INSIDE || (to >= at.t0 && to < at.t1)) set_channels<C>(step_at(dx, to, (int)(a.out_t * sizeof(E))), dxs[i]);
+        else if (to < 0 && a.dstate)
+            #pragma unroll
+            for (int n = 0; n < C; n++) a.dstate[(at.b * (W - 1) + to + W - 1) * a.D + at.c + n] = dxs[i][n];
     }
 }
 
-template <class E, int W> MATH void conv_backward(const ConvArgs &a) {
-    const ConvPlace<E, W> at(a);
-    ConvSums<W> s = {};
+template <class E, int W, int C> MATH void conv_backward(const ConvArgs &a) {
+    const ConvPlace<E, W, C> at(a);
+    ConvSums<W, C> s = {};
     at.before(a, s.window);
     #pragma unroll 1
     for (int t = at.t0; t < at.t1 + W - 1; t += CONV_AHEAD) {
@@ -173,19 +198,30 @@ template <class E, int W> MATH void conv_backward(const ConvArgs &a) {
     }
     if (!at.live) return;
     #pragma unroll
-    for (int i = 0; i < W; i++) a.dweight[((int64_t)at.tile * W + i) * a.D + at.c] = s.dweight[i];
-    if (a.dbias) a.dbias[(int64_t)at.tile * a.D + at.c] = s.dbias;
+    for (int n = 0; n < C; n++) {
+        #pragma unroll
+        for (int i = 0; i < W; i++) a.dweight[((int64_t)at.tile * W + i) * a.D + at.c + n] = s.dweight[n][i];
+        if (a.dbias) a.dbias[(int64_t)at.tile * a.D + at.c + n] = s.dbias[n];
+    }
 }
 
 extern "C" {
-KERNEL(conv_forward_kernel, 8, ConvArgs, (conv_forward<CONV_TYPE, CONV_WIDTH>(a)))
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000    // there 72 registers would spill
-#define CONV_BLOCKS 6
+#define CHANNELS CONV_CHANNELS
+#if CHANNELS == 2
+#define FORWARD_BLOCKS 7
+#define BACKWARD_BLOCKS (CONV_WIDTH > 4 ? 4 : 5)
 #else
-#define CONV_BLOCKS 7
+#define FORWARD_BLOCKS 8
+#define BACKWARD_BLOCKS 7
 #endif
-KERNEL(conv_backward_kernel, CONV_BLOCKS, ConvArgs, (conv_backward<CONV_TYPE, CONV_WIDTH>(a)))
-__device__ int64_t facts[] = {CONV_TILE, sizeof(ConvArgs), THREADS, THREADS, 0, 0, 0};
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000    // there registers would spill
+#define FEWER_BLOCKS (BACKWARD_BLOCKS - 1)
+#else
+#define FEWER_BLOCKS BACKWARD_BLOCKS
+#endif
+KERNEL(conv_forward_kernel, FORWARD_BLOCKS, ConvArgs, (conv_forward<CONV_TYPE, CONV_WIDTH, CHANNELS>(a)))
+KERNEL(conv_backward_kernel, FEWER_BLOCKS, ConvArgs, (conv_backward<CONV_TYPE, CONV_WIDTH, CHANNELS>(a)))
+__device__ int64_t facts[] = {CONV_TILE, sizeof(ConvArgs), THREADS, THREADS * CHANNELS, 0, 0, 0};
 }
 
 #else

@@ -108,8 +108,8 @@ def tuning(name, default):
 
 
 def defines(update, dtype, *shape):
-    """The macros that select the kernels: the scan with `update` for a `cuda_shape` (P, L), "conv" for (W,), "loss" for
-    (bytes of shared memory for a row,), "sums" for any.
+    """The macros that select the kernels: the scan with `update` for a `cuda_shape` (P, L), "conv" for (W,
+    channels per lane), "loss" for (bytes of shared memory for a row,), "sums" for any.
 
     $LONGHORN_CUDA_DEFINES adds more, to try other tunings: "FORWARD_BLOCKS=5 STAGES=4".
     """
@@ -117,8 +117,9 @@ def defines(update, dtype, *shape):
     if update == "sums":
         return ["-DSUMS", *tuning]
     if update in ("conv", "loss"):
-        size = {"conv": "CONV_WIDTH", "loss": "LOSS_ROOM"}[update]
-        return [f"-D{update.upper()}_TYPE={TYPES[dtype]}", f"-D{size}={shape[0]}", *tuning]
+        names = {"conv": ("CONV_WIDTH", "CONV_CHANNELS"), "loss": ("LOSS_ROOM",)}[update]
+        sizes = [f"-D{name}={size}" for name, size in zip(names, shape, strict=True)]
+        return [f"-D{update.upper()}_TYPE={TYPES[dtype]}", *sizes, *tuning]
     sizes = [f"-DSCAN_{name}={size}" for name, size in zip("PL", shape, strict=True)]
     return [f"-DSCAN_UPDATE={CLASSES[update]}", f"-DSCAN_TYPE={TYPES[dtype]}", *sizes, *tuning]
 

@@ -120,6 +120,10 @@ MATH float to_float(Ahead<float> v) { return __uint_as_float(v.bits); }
 MATH float to_float(Ahead<bf16> v) { return __uint_as_float(v.bits << 16); }
 MATH float to_float(Ahead<fp16> v) { return widen_fp16((uint16_t)v.bits); }
 
+// the bits of v as the type of the second argument
+MATH uint32_t rounded(float v, float) { return __float_as_uint(v); }
+MATH uint32_t rounded(float v, bf16) { return round_to_bf16(v); }
+MATH uint32_t rounded(float v, fp16) { return round_to_fp16(v); }
 MATH void set(float *p, float v) { *p = v; }
 MATH void set(bf16 *p, float v) { p->bits = round_to_bf16(v); }
 MATH void set(fp16 *p, float v) { p->bits = round_to_fp16(v); }

@@ -228,6 +228,8 @@ def _prepare(args_class, shape, dtype, device, update, rows, gated, backward, th
         segments = sizes["segments"]
     args = args_class(B=B, T=T, D=D, splits=splits, threads=threads, dtype=int(dtype == torch.bfloat16), **sizes)
     aligned = 16 if update is not None and segments > 1 else 1  # bytes to which fetched rows must be aligned
+    if module is not None and update is None:
+        aligned = dtype.itemsize * module.channels // module.threads
     return dict(device=device, dtype=dtype, module=module, segments=segments, aligned=aligned, args=args)
 
 
@@ -237,7 +239,8 @@ def _on_gpu(B, T, D, dtype, device, update, rows, gated, backward, sizes):
     gpu = torch.cuda.get_device_properties(device)
     segments = 1
     if update is None:
-        module = gpu_module("conv", dtype, (sizes["W"],), device)
+        at_once = 2 if dtype.itemsize == 2 and D % 2 == 0 else 1  # channels of a lane
+        module = gpu_module("conv", dtype, (sizes["W"], at_once), device)
         segments = -(-T // build.CONV_TILE)
     else:
         # joining segments of `exact` would take products of N x N matrices; segments run only as whole chunks

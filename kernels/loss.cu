@@ -28,10 +28,6 @@ MATH float log2_fast(float v) { float l; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"
 #define SUMS 256                                       // bytes for the sums of up to 32 warps
 #define LN2 0.693147181f
 
-MATH uint32_t rounded(float v, float) { return __float_as_uint(v); }
-MATH uint32_t rounded(float v, bf16) { return round_to_bf16(v); }
-MATH uint32_t rounded(float v, fp16) { return round_to_fp16(v); }
-
 // N numbers at an aligned address, which a lane reads at once; whole registers, as in Ahead.
 template <class E> struct alignas(16) Piece {
     static constexpr int N = 16 / sizeof(E);

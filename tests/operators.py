@@ -450,8 +450,8 @@ FLAGS = ("-O0", "-std=c++17", "-shared", "-fPIC", "-fno-gnu-unique")
 
 
 def load_shim(folder, update, *key, source=None, flags=FLAGS, threads=THREADS):
-    """A module of the kernels of update, dtype, P, L (or "conv", dtype, W, or "loss", dtype, room), with a driver that
-    runs them on the CPU."""
+    """A module of the kernels of update, dtype, P, L (or "conv", dtype, W, channels per lane, or "loss", dtype,
+    room), with a driver that runs them on the CPU."""
     text = f'#include "{SHIM}"\n{source or source_of(update)}\n#include "{DRIVER}"\n'
     command = [COMPILER, *flags, "-Wno-unknown-pragmas", "-DLONGHORN_SHIM", f"-DTHREADS={threads}",
                *cuda.defines(update, *key)]
@@ -479,6 +479,8 @@ def use(monkeypatch, module, segments=1):
                 sizes |= dict(update=launch.UPDATES.index(update)) | launch.segment_sizes(T, segments)
             self.segments = sizes["segments"] if update is not None else -(-T // build.CONV_TILE)
             self.aligned = 16 if update is not None and self.segments > 1 else 1
+            if update is None:
+                self.aligned = self.dtype.itemsize * module.channels // module.threads
             self.args = args_class(B=rows or B, T=T, D=D, **sizes)
 
         def run(self, function):

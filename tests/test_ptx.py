@@ -65,7 +65,7 @@ def load_ptx(folder, *key, source=None, left_out=()):
 
 @pytest.fixture(scope="module")
 def emitted(builds):
-    """emitted(update, dtype, P, L) or emitted("conv", dtype, W): the kernels' PTX as a module, built once."""
+    """emitted(update, dtype, P, L) or emitted("conv", dtype, W, channels): the kernels' PTX as a module, built once."""
     return functools.cache(lambda *key: load_ptx(builds, *key, left_out=LEFT_OUT.get(key, (*WHOLE, *JOINING))))
 
 
@@ -107,7 +107,7 @@ def test_extreme_values(emitted, monkeypatch, kw):
 
 
 def test_convolution(emitted, monkeypatch):
-    run(monkeypatch, emitted("conv", BF16, 4))
+    run(monkeypatch, emitted("conv", BF16, 4, 2))
     assert not conv_wrong(BF16, 4, 2, 130, 70)
 
 
@@ -135,7 +135,7 @@ def test_memory_is_reached_whole_sectors_at_a_time_and_without_bank_conflicts(em
 
 
 @pytest.mark.parametrize("place,key,mistake,said", [  # place in the sources, kernels, what is written there
-    ("address", ("conv", F32, 4), "b = a;", "not aligned|in no tensor"),
+    ("address", ("conv", F32, 4, 1), "b = a;", "not aligned|in no tensor"),
     ("neighbour", ("longhorn", F32, 4, 2), "if (false)", "race: thread .* reads what thread .* wrote"),
     ("forward barrier", ("longhorn", F32, 4, 2), "if (false)", "race: thread .* reads what thread .* wrote"),
     ("loss barrier", ("loss", F32, 0), "if (false)", "race: thread .* overwrites what warp .* read"),
@@ -152,6 +152,6 @@ def test_what_gcc_never_sees_is_caught(tmp_path, monkeypatch, place, key, mistak
             use_sums(monkeypatch, module)
             launch.sums([torch.ones(9, 40)], [F32])
         elif key[0] == "conv":
-            conv_wrong(*key[1:], 1, 9, 5)
+            conv_wrong(*key[1:3], 1, 9, 5)
         else:
             graded(native_scan, inputs("longhorn", 1, 40, 33, 8))
