@@ -107,8 +107,9 @@ def keys(properties):
     for dtype in choose.DTYPES:
         for update in launch.UPDATES:
             for size in BENCHMARKED + TESTED:
-                layout = launch.cuda_shape(update, *size, *room, update != "exact")
-                found[update, dtype, layout, architecture] = None
+                for backward in (False, True):
+                    layout = launch.cuda_shape(update, *size, *room, update != "exact", backward)
+                    found[update, dtype, layout, architecture] = None
         for width in CONV_WIDTHS:
             for at_once in (1, 2) if dtype.itemsize == 2 else (1,):
                 found["conv", dtype, (width, at_once), architecture] = None

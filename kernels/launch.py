@@ -34,14 +34,16 @@ def blocks_at_once(update, shape, shared):
 
 
 @functools.cache
-def cuda_shape(update, B, T, D, N, multiprocessors, shared, may_split=True):
+def cuda_shape(update, B, T, D, N, multiprocessors, shared, may_split=True, backward=True):
     """(P, L), one of CUDA_SHAPES: L lanes share two channels, and each holds P states of both (P * L is N, padded to a
     power of two >= 8).
 
     shared: bytes of shared memory per multiprocessor. Eight states per lane take the least work; four, if two
     blocks would fit a multiprocessor with four and not with eight, or multiprocessors would be idle even with T split
-    into segments.
-    That two blocks per multiprocessor are enough no GPU has confirmed. Raises ValueError if no block fits.
+    into segments. A forward whose T stays whole (`cuda_segments`) has four, too, if eight make one block per
+    multiprocessor or less: a warp then takes 210 cycles per step for 100 instructions, and with four it has 62. The
+    states that it keeps are the same. No GPU has confirmed this rule, nor that two blocks per multiprocessor are
+    enough. Raises ValueError if no block fits.
     """
     states = max(8, 1 << (N - 1).bit_length())
     launched = [shape for shape in CUDA_SHAPES if blocks_at_once(update, shape, shared)]
@@ -53,9 +55,12 @@ def cuda_shape(update, B, T, D, N, multiprocessors, shared, may_split=True):
     four, eight = min(fitting), max(fitting)
     lanes = D * states // (2 * eight[0])
     most = max(1, T // SEGMENT) if may_split and T % build.CHUNK == 0 else 1
-    idle = most * B * -(-lanes // build.CUDA_THREADS) < 2 * multiprocessors
+    blocks = B * -(-lanes // build.CUDA_THREADS)
+    idle = most * blocks < 2 * multiprocessors
     crowded = blocks_at_once(update, eight, shared) < 2 <= blocks_at_once(update, four, shared)
-    return four if idle or crowded else eight
+    split_below = cuda.tuning("SPLIT_BELOW", SPLIT_BELOW[False])
+    waits = not backward and split_below * multiprocessors < blocks <= multiprocessors
+    return four if idle or crowded or waits else eight
 
 
 def cuda_segments(update, dtype, shape, blocks, T, multiprocessors, shared, backward=True):
@@ -246,7 +251,7 @@ def _on_gpu(B, T, D, dtype, device, update, rows, gated, backward, sizes):
         # joining segments of `exact` would take products of N x N matrices; segments run only as whole chunks
         may_split = gated and rows is None and update != "exact"
         shared = gpu.shared_memory_per_multiprocessor
-        layout = cuda_shape(update, B, T, D, sizes["N"], gpu.multi_processor_count, shared, may_split)
+        layout = cuda_shape(update, B, T, D, sizes["N"], gpu.multi_processor_count, shared, may_split, backward)
         module = gpu_module(update, dtype, layout, device)
         row_bytes = module.channels // (module.threads // 32) * dtype.itemsize  # per warp, fetched 16 at a time
         whole = T % build.CHUNK == 0 and D % module.channels == 0 and sizes["N"] == module.states

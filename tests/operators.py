@@ -469,18 +469,19 @@ def load_shim(folder, update, *key, source=None, flags=FLAGS, threads=THREADS):
 
 
 def use(monkeypatch, module, segments=1):
-    """Have backend='cpu' launch the CUDA kernels of `module` as on a GPU, with T of a scan split into `segments`."""
+    """Have backend='cpu' launch the CUDA kernels of `module`, or of one for the forward and one for the backward, as on
+    a GPU, with T of a scan split into `segments`."""
     class ShimKernels(launch.Kernels):
         def __init__(self, args_class, x, update=None, rows=None, gated=True, backward=False, **sizes):
             (B, T, D), self.dtype, self.device = x.shape, x.dtype, x.device
-            self.module = module
+            self.module = module[backward] if isinstance(module, tuple) else module
             sizes |= dict(splits=-(-D // self.module.channels))
             if update is not None:
                 sizes |= dict(update=launch.UPDATES.index(update)) | launch.segment_sizes(T, segments)
             self.segments = sizes["segments"] if update is not None else -(-T // build.CONV_TILE)
             self.aligned = 16 if update is not None and self.segments > 1 else 1
             if update is None:
-                self.aligned = self.dtype.itemsize * module.channels // module.threads
+                self.aligned = self.dtype.itemsize * self.module.channels // self.module.threads
             self.args = args_class(B=rows or B, T=T, D=D, **sizes)
 
         def run(self, function):

@@ -90,6 +90,12 @@ def test_agrees_with_the_loop(shim, monkeypatch, update, segments, dtype, shape,
         assert not wrong(update, {n: a[n] for n in a if n not in ("h0", "D", "dt_bias")}, "cpu", "y")
 
 
+def test_the_forward_may_have_another_layout_than_the_backward(shim, monkeypatch):
+    use(monkeypatch, (shim("longhorn", F32, 4, 4), shim("longhorn", F32, *PAIRS)))
+    for T, D, N in ((64, 64, 16), (37, 21, 10)):
+        assert not wrong("longhorn", inputs("longhorn", 2, T, D, N))
+
+
 def four_bytes_on(v):
     """The same numbers in float32, four bytes behind an address that can be fetched from."""
     return torch.nn.functional.pad(v, (1, 3))[..., 1:-3]
@@ -412,7 +418,7 @@ def prepare(monkeypatch):
 
 def test_what_is_prepared_for_a_gpu(prepare):
     assert prepare(2, 32768, 1536) == (12, 16, 16, 2048)  # 3 * 132 // 24 segments of whole chunks
-    assert prepare(8, 4096, 1536)[1] == 1  # in the backward 4
+    assert prepare(8, 4096, 1536)[:2] == (24, 1)  # in the backward 12 and 4
     for whole in (dict(gated=False), dict(rows=2), dict(update="exact")):
         assert prepare(2, 32768, 1536, **whole)[1:3] == (1, 1)
     assert prepare(2, 32768 - 1, 1536)[1] == prepare(2, 32768, 1536 - 8)[1] == 1
