@@ -653,7 +653,7 @@ def test_tiktokens_own_files(tmp_path, prepare):
     (["one " * 30 + "\n", "two " * 30, "three " * 90], None, 78),
     (["word " * 200, "x"], 0.5, 500),
     (["x" * 1000], 0.3, 300),
-    (["line\n" * 9000], None, 2**11),
+    (["line\n" * 5000], None, 2**11),
 ])
 def test_few_documents_are_divided(small_units, tmp_path, prepare, monkeypatch, texts, fraction, held_out):
     """In their order, with an end of text behind each; the tail, from a line or a word on, is held out."""
