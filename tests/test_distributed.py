@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from faults import LONG_FORM
-from helpers import TINY, acting, arguments, events, losses, record, refuse, state, stops_at, succeed, write_data
+from helpers import TINY, acting, arguments, events, losses, record, state, stops_at, succeed, write_data
 
 import train
 from common.errors import ConfigError
@@ -175,10 +175,6 @@ def test_what_several_processes_cannot_do_gets_one_line(launch, data, out, chang
     assert set(r.end()) <= {2, 75} and 2 in r.end(), r.said()
     last = r.said().splitlines()[-1]
     assert all(word in last for word in words) and "train.py: error" in last and "Traceback" not in r.said(), r.said()
-
-
-def test_one_process_cannot_be_sharded(data, out):
-    refuse(arguments(data, out, parallel="fsdp"), "parallel=fsdp needs several processes", "torchrun")
 
 
 @pytest.mark.parametrize("weights, right", [((0.75, 0.25), True), ((0.5, 0.5), False), ((1.5, 0.5), False)])
