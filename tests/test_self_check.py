@@ -130,13 +130,13 @@ STOPS = {  # what is edited: (family, function, line, instead, what the start sa
     "a small z-loss": (HYBRID, "model.LM.forward", "loss = cross_entropy(logits, targets)",
                        "loss = cross_entropy(logits, targets) + 1e-5 * logits.logsumexp(-1).square().mean()",
                        "--loss_from_logits=true", {}),
-    "no gradients": ("llama", "kernels.ops._LinearCrossEntropy.forward", "targets[part], train)",
-                     "targets[part], train) * (1 if train else 1.01)", "with gradients and under torch.no_grad", {}),
+    "no gradients": ("llama", "kernels.ops._LinearCrossEntropy.forward", "targets, 0), train)",
+                     "targets, 0), train) * (1 if train else 1.01)", "with gradients and under torch.no_grad", {}),
     "the mean over all targets": (
         "llama", "kernels.ops._LinearCrossEntropy.forward", "counts.sum()", "counts.sum() * 0 + len(x)",
         "kernels/ops.py: _LinearCrossEntropy and", {}),
-    "the last row alone": ("llama", "kernels.ops._LinearCrossEntropy.forward", "targets[part], train)",
-                           "targets[part], train) * (1.1 if len(logits[part]) == 1 else 1)",
+    "the last row alone": ("llama", "kernels.ops.log_probabilities", "loss_of_slice(*part, train)",
+                           "loss_of_slice(*part, train) * (1.1 if len(part[0]) == 1 else 1)",
                            "kernels/ops.py: _LinearCrossEntropy and", {}),
     "a term of the loss": (*Z_LOSS, "its loss and the cross-entropy of its logits, disagree by 7.", LOGITS),
     # training or evaluation
