@@ -50,13 +50,18 @@ def missing(op):
 
 def wrong_gradients(op):
     """What flash-linear-attention needs for right gradients of `op` on this GPU, or None. With gates it refuses to run
-    otherwise; a gradient of RetNet's was off by half on an H200 with Triton 3.6.0."""
-    if op not in ("retention", "gated_delta_rule") or not torch.cuda.is_available():
+    otherwise; a gradient of RetNet's was off by half on an H200 with Triton 3.6.0. The delta rule's of k and beta were
+    wrong before 0.6.0 in chunks of 64."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return None
-    version = torch.torch_version.TorchVersion(importlib.metadata.version("triton"))
-    broken = version >= "3.4" and version < "3.7.1"
-    on_hopper = broken and torch.cuda.get_device_capability()[0] == 9
-    return f"needs Triton 3.7.1 or later on a Hopper GPU: {version} computes wrong gradients" if on_hopper else None
+    triton = torch.torch_version.TorchVersion(importlib.metadata.version("triton"))
+    if op in ("retention", "gated_delta_rule") and triton >= "3.4" and triton < "3.7.1":
+        return f"needs Triton 3.7.1 or later on a Hopper GPU: {triton} computes wrong gradients"
+    if op == "delta_rule" and triton >= "3.4":
+        version = torch.torch_version.TorchVersion(importlib.metadata.version("fla-core"))
+        if version < "0.6.0":
+            return f"needs to be 0.6.0 or later on a Hopper GPU: {version} computes wrong gradients"
+    return None
 
 
 def call(op, *args, **kwargs):
