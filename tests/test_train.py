@@ -466,6 +466,11 @@ def test_stopping_and_continuing_changes_nothing(whole, ran, out, tmp_path):
     assert losses(out)[-1] != losses(whole)[-1]
 
 
+def test_the_command_that_continues_has_each_key_once(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--resume", "never", "--n_layer", "3", "--resume=must"])
+    assert distributed.resume_command("--resume=auto").endswith(" train.py --n_layer 3 --resume=auto")
+
+
 def test_stopped_twice_and_from_another_folder(whole, ran, tmp_path):
     """A stop in the step of an evaluation, with Slurm's warning, one in the first step after resuming, and a folder
     that was moved."""
