@@ -136,7 +136,7 @@ def load(config_class, argv, prog=None):
             texts = [text] if equals else reader.following(key, words, alone=True)
             if not reader.help_asked:
                 reader.read_key(key, texts)
-        elif reader.places and not word.endswith(".py"):
+        elif reader.places and not word.startswith("-") and not word.endswith(".py"):
             reader.read_key(reader.places.pop(0), [word])
         else:
             config_files.append(word)

@@ -331,6 +331,7 @@ sample.py --device=cpu:x                         device 'cpu:x' is unknown or mi
 sample.py --device=                              device '' is unknown or missing
 sample.py --out_dir=none                         none/checkpoint.safetensors: No such file or directory: no checkpoint
 sample.py none                                   none/checkpoint.safetensors: No such file or directory: no checkpoint
+sample.py -p hello                               unexpected argument '-p'
 sample.py --top_p=0                              top_p 0.0 must be above 0
 sample.py --top_p=1.5                            top_p 1.5 must be at most 1
 sample.py --max_new_tokens=0                     max_new_tokens 0 must be at least 1
