@@ -372,7 +372,7 @@ bench/scan.py --threads=1000000                  threads 1000000 must be at most
 bench/scan.py --dtype=float64                    expected one of float32, bfloat16, float16
 bench/scan.py --device=cuda --dry_run --save     a dry run measures nothing
 bench/scan.py --without=rnn                      --without=rnn: expected one of longhorn_scan, selective_scan, mamba_ssm
-bench/gpu.py --stages=tests,magic                --stages=magic: expected one of correctness, speed, training, environ
+bench/gpu.py --stages=tests,magic                --stages=magic: expected one of correctness, speed, training, build
 bench/gpu.py --budget_s=nan                      budget_s=nan: expected a finite number
 bench/gpu.py --budget_s=0.5                      budget_s 0.5 must be at least 1
 bench/gpu.py --check=never                       never: no such folder
