@@ -492,15 +492,10 @@ def use(monkeypatch, module, segments=1):
     monkeypatch.setattr(launch, "kept_states", lambda x, N: kept_states(mock.Mock(is_cuda=True), N))
 
 
-def use_loss(monkeypatch, module):
-    """Have the loss on a CPU launch the kernel of `module` as on a GPU."""
-    monkeypatch.setattr(ops, "loss_module", lambda dtype, V, device: module)
-    monkeypatch.setattr(launch, "in_stream", lambda device, run: run(None))
-
-
-def use_sums(monkeypatch, module):
-    """Have sums on a CPU launch the kernel of `module` as on a GPU."""
-    monkeypatch.setattr(launch, "sums_module", lambda device: module)
+def use_alone(monkeypatch, module):
+    """Have the loss, or sums, on a CPU launch the kernel of `module` as on a GPU."""
+    monkeypatch.setattr(ops, "loss_module", lambda *key: module)
+    monkeypatch.setattr(launch, "sums_module", lambda *key: module)
     monkeypatch.setattr(launch, "in_stream", lambda device, run: run(None))
 
 

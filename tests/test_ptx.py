@@ -30,8 +30,7 @@ from operators import (
     packed,
     source_of,
     use,
-    use_loss,
-    use_sums,
+    use_alone,
     with_mistake,
     wrong,
 )
@@ -115,7 +114,7 @@ def test_convolution(emitted, monkeypatch):
 def test_loss(emitted, monkeypatch, dtype, room):
     module = emitted("loss", dtype, room)
     run(monkeypatch, module)
-    use_loss(monkeypatch, module)
+    use_alone(monkeypatch, module)
     logits = torch.randn(3, 801, generator=generator()).to(dtype)
     assert not loss_wrong(logits, torch.tensor([0, 799, 5]))
 
@@ -146,10 +145,10 @@ def test_what_gcc_never_sees_is_caught(tmp_path, monkeypatch, place, key, mistak
     run(monkeypatch, module)
     with pytest.raises(RuntimeError, match=said):
         if key[0] == "loss":
-            use_loss(monkeypatch, module)
+            use_alone(monkeypatch, module)
             loss_wrong(torch.zeros(1, 70), torch.tensor([3]))
         elif key[0] == "sums":
-            use_sums(monkeypatch, module)
+            use_alone(monkeypatch, module)
             launch.sums([torch.ones(9, 40)], [F32])
         elif key[0] == "conv":
             conv_wrong(*key[1:3], 1, 9, 5)
