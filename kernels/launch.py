@@ -232,10 +232,15 @@ def _prepare(args_class, shape, dtype, device, update, rows, gated, backward, th
         sizes["update"] = UPDATES.index(update)
         segments = sizes["segments"]
     args = args_class(B=B, T=T, D=D, splits=splits, threads=threads, dtype=int(dtype == torch.bfloat16), **sizes)
-    aligned = 16 if update is not None and segments > 1 else 1  # bytes to which fetched rows must be aligned
-    if module is not None and update is None:
-        aligned = dtype.itemsize * module.channels // module.threads
+    aligned = alignment(update, segments, dtype, module)
     return dict(device=device, dtype=dtype, module=module, segments=segments, aligned=aligned, args=args)
+
+
+def alignment(update, segments, dtype, module):
+    """Bytes to which rows must be aligned: of what a lane of the convolution reads, or of what segments fetch."""
+    if update is None and module is not None:
+        return dtype.itemsize * module.channels // module.threads
+    return 16 if segments > 1 else 1
 
 
 def _on_gpu(B, T, D, dtype, device, update, rows, gated, backward, sizes):

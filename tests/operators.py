@@ -479,9 +479,7 @@ def use(monkeypatch, module, segments=1):
             if update is not None:
                 sizes |= dict(update=launch.UPDATES.index(update)) | launch.segment_sizes(T, segments)
             self.segments = sizes["segments"] if update is not None else -(-T // build.CONV_TILE)
-            self.aligned = 16 if update is not None and self.segments > 1 else 1
-            if update is None:
-                self.aligned = self.dtype.itemsize * self.module.channels // self.module.threads
+            self.aligned = launch.alignment(update, self.segments, self.dtype, self.module)
             self.args = args_class(B=rows or B, T=T, D=D, **sizes)
 
         def run(self, function):
