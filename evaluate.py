@@ -7,7 +7,7 @@
     torchrun --standalone --nproc_per_node=8 evaluate.py out/longhorn_1b3 --tasks=paper
 
 Your own task files (*.yaml, in the harness's format) can use local data, with `dataset_path: json` and `data_files`
-under `dataset_kwargs`. Then no network is needed; neither is one for the embedded task (evaluation/tasks.py). Task
+under `dataset_kwargs`. Then no network is needed; neither is one for the embedded tasks (evaluation/tasks.py). Task
 files are programs: the harness runs their templates and the functions that they name.
 
 Results go to eval_tasks.json in the run's folder, or eval_tasks-checkpoint-9600.json, with standard errors and the

@@ -1,11 +1,15 @@
-"""A task that needs no download, and the paper's Table 2.
+"""Tasks that need no download, and the paper's Table 2.
 
-    python evaluate.py out/longhorn_bpe                                           # the embedded task
+    python evaluate.py out/longhorn_bpe                                           # the embedded tasks
     python evaluate.py out/longhorn_bpe/checkpoint-500.safetensors                # of a step that --keep_steps kept
 
-The embedded task, pystdlib_continuation, asks which of four pieces of 60 characters follows the 400 before, in the
-held-out files of data/pystdlib; the wrong ones start other lines of the same file. The questions are the same for every
-model, but depend on the Python that prepared the data.
+The embedded tasks are multiple choice, made from the held-out files of data/pystdlib. The questions are the same for
+every model, but depend on the Python that prepared the data.
+
+    pystdlib_continuation   which of four pieces of 60 characters follows the 400 before; the wrong ones start other
+                            lines of the same file
+    pystdlib_identifier     which of four names comes next: one was defined in the 600 characters before, the others
+                            occur elsewhere in the file and are about as long
 
 Guessing gets 25%. acc_mutual_info divides an answer's likelihood by its likelihood without context, because a blank
 piece is likely anywhere. Perplexity here is exp of the mean loss per token of the right answers given their contexts.
@@ -15,6 +19,7 @@ The paper averages it over tasks, and does not say which text its Figure 1 score
 import contextlib
 import importlib.machinery
 import importlib.util
+import keyword
 import math
 import random
 import re
@@ -27,10 +32,10 @@ from common.errors import ConfigError
 from data.prepared import DataError, Tokens
 
 ROOT = Path(__file__).resolve().parents[1]
-EMBEDDED = "pystdlib_continuation"
+EMBEDDED = ("pystdlib_continuation", "pystdlib_identifier")
 NO_METRICS = ("documents", "chance", "sample_len", "sample_count")  # entries of results that are not metrics
 QUESTIONS = 500  # per task: a standard error of 2%
-CONTEXT, PIECE = 400, 60  # characters
+CONTEXT, PIECE, REACH = 400, 60, 600  # characters
 
 # The paper's Table 2: 1.3B parameters, 100B tokens of SlimPajama, zero-shot. harness task: (column, metric)
 PAPER = {"piqa": ("PIQA", "acc"), "hellaswag": ("Hella", "acc_norm"), "winogrande": ("Wino", "acc"),
@@ -46,13 +51,13 @@ is a multiple of 0.2; acc_norm is shown here. It labels SIQA acc_norm, which the
 here. So compare models with each other, not with the printed digits."""
 
 
-# ------------------------------------------------------------------------------------------------ the embedded task
+# ----------------------------------------------------------------------------------------------- the embedded tasks
 
 def held_out_files(folder):
     """The held-out files of data/pystdlib as text. Raises DataError."""
     tokens = Tokens(folder)
     if tokens.meta["tokenizer"] != "bytes":
-        raise DataError(f"{folder} has the tokenizer {tokens.meta['tokenizer']}, but the embedded task needs bytes: "
+        raise DataError(f"{folder} has the tokenizer {tokens.meta['tokenizer']}, but the embedded tasks need bytes: "
                         "prepare it again with --tokenizer=bytes, or name other --tasks")
     texts = []
     for content in np.asarray(tokens.val, np.uint8).tobytes().split(b"\0"):
@@ -62,27 +67,48 @@ def held_out_files(folder):
 
 
 def continuation(rng, text):
-    """A question about a file; None if the drawn place gives none."""
+    """A question of pystdlib_continuation about a file; None if the drawn place gives none."""
     starts = [m.start() for m in re.finditer(r"(?<=\n)[^\n]", text) if m.start() < len(text) - PIECE]
     at = rng.choice([s for s in starts if s >= CONTEXT] or [0])
     far = [s for s in starts if abs(s - at) > PIECE + CONTEXT]
     right = text[at:at + PIECE]
-    choices = [right, *(text[s:s + PIECE] for s in rng.sample(far, min(3, len(far))))]
-    if not at or len(set(choices)) < 4:
+    wrong = [text[s:s + PIECE] for s in rng.sample(far, min(3, len(far)))]
+    return question(rng, text[at - CONTEXT:at], right, wrong) if at and len({right, *wrong}) == 4 else None
+
+
+def identifier(rng, text):
+    """A question of pystdlib_identifier about a file; None if the drawn place gives none."""
+    names = set(re.findall(r"\b[A-Za-z_]\w{3,}\b", text)) - set(keyword.kwlist)
+    definitions = list(re.finditer(r"(?m)^[ \t]*(?:def |class )?([A-Za-z_]\w{3,})(?=\(.*:$| = )", text))
+    if not definitions:
         return None
+    definition = rng.choice(definitions)
+    name, end = definition[1], definition.end()
+    use = re.compile(rf"\b{name}\b").search(text, end, end + REACH - len(definition[0]))
+    if use is None or name not in names:
+        return None
+    context = text[max(0, use.start() - REACH):use.start()]
+    others = sorted(names - set(re.findall(r"\w+", context)), key=lambda other: (abs(len(other) - len(name)), other))
+    near = [other for other in others[:10] if abs(len(other) - len(name)) <= 2]
+    return question(rng, context, name, rng.sample(near, 3)) if len(near) >= 3 else None
+
+
+def question(rng, context, right, wrong):
+    choices = [right, *wrong]
     rng.shuffle(choices)
-    return {"context": text[at - CONTEXT:at], "choices": choices, "answer": choices.index(right)}
+    return {"context": context, "choices": choices, "answer": choices.index(right)}
 
 
-def embedded(folder, n=QUESTIONS):
-    """The embedded task in the harness's format, with n questions. Raises DataError."""
+def embedded(task, folder, n=QUESTIONS):
+    """An embedded task in the harness's format, with n questions. Raises DataError."""
     import datasets
 
     texts = held_out_files(folder)
-    rng, questions = random.Random(EMBEDDED), []
+    make = dict(zip(EMBEDDED, (continuation, identifier), strict=True))[task]
+    rng, questions = random.Random(task), []
     for _ in range(100 * n if texts else 0):
         text = rng.choices(texts, [len(t) for t in texts])[0]
-        made = continuation(rng, text)
+        made = make(rng, text)
         if made:
             questions.append(made)
         if len(questions) == n:
@@ -91,7 +117,7 @@ def embedded(folder, n=QUESTIONS):
         raise DataError(f"{folder}: too few or too short held-out files for questions: prepare more data")
     split = {"test": datasets.Dataset.from_list(questions)}
     return {
-        "task": EMBEDDED,
+        "task": task,
         "custom_dataset": lambda **_: split,
         "test_split": "test",
         "num_fewshot": 0,
@@ -134,7 +160,7 @@ def named(tasks, folder):
         if name == "paper":
             chosen += PAPER
         elif name == "embedded":
-            chosen.append(embedded(folder))
+            chosen += [embedded(task, folder) for task in EMBEDDED]
         else:
             chosen.append(name)
     return chosen

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import multiprocessing
+import re
 import shutil
 import sysconfig
 from concurrent.futures import ProcessPoolExecutor
@@ -270,7 +271,7 @@ def test_mistakes_get_one_line(folder, tmp_path, monkeypatch):
     refused(run(out), "make eval")
 
 
-# ---------------------------------------------------------------------------------------------------- the embedded task
+# --------------------------------------------------------------------------------------------------- the embedded tasks
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
@@ -284,31 +285,36 @@ def library(tmp_path_factory):
 
 def test_the_questions_have_one_right_answer(library):
     files = tasks.held_out_files(data := library / "data" / "pystdlib")
-    make = lambda: list(tasks.embedded(data, 60)["custom_dataset"]()["test"])
-    questions = make()
-    assert questions == make() and len(questions) == 60 and {q["answer"] for q in questions} == {0, 1, 2, 3}
-    for q in questions:
-        right = q["choices"][q["answer"]]
-        assert any(q["context"] + right in text for text in files) and len(set(q["choices"])) == 4
-        assert {len(c) for c in q["choices"]} == {60} and q["context"].endswith("\n") and len(q["context"]) == 400
-        assert not any(c in q["context"] for c in q["choices"])
+    for task in tasks.EMBEDDED:
+        make = lambda task=task: list(tasks.embedded(task, data, 60)["custom_dataset"]()["test"])
+        questions = make()
+        assert questions == make() and len(questions) == 60 and {q["answer"] for q in questions} == {0, 1, 2, 3}
+        for q in questions:
+            right = q["choices"][q["answer"]]
+            assert any(q["context"] + right in text for text in files) and len(set(q["choices"])) == 4
+            if task == "pystdlib_identifier":
+                assert {*q["choices"]} & {*re.findall(r"\w+", q["context"])} == {right}
+                assert len(q["context"]) <= 600 and all(abs(len(c) - len(right)) <= 2 for c in q["choices"])
+            else:
+                assert {len(c) for c in q["choices"]} == {60} and q["context"].endswith("\n")
+                assert len(q["context"]) == 400 and not any(c in q["context"] for c in q["choices"])
     with pytest.raises(DataError, match="not prepared"):
-        tasks.embedded(library)
+        tasks.embedded(task, library)
 
 
-def test_the_embedded_task_through_the_harness(library, tmp_path, monkeypatch):
+def test_an_embedded_task_through_the_harness(library, tmp_path, monkeypatch):
     """Likelihoods of a question are those of its text, with no space between; the answer that is likeliest wins."""
     monkeypatch.setattr(evaluate, "ROOT", library)
     lm = tiny()
     assert run(out := make_run(tmp_path / "run", lm), limit=6).code == 0
     right = 0
-    for q in tasks.embedded(library / "data" / "pystdlib", 6)["custom_dataset"]()["test"]:
+    for q in tasks.embedded(tasks.EMBEDDED[1], library / "data" / "pystdlib", 6)["custom_dataset"]()["test"]:
         spaces = len(q["context"]) - len(q["context"].rstrip())
         cut = len(q["context"]) - spaces
         scores = [direct(lm, list(q["context"][:cut].encode()), list((q["context"][cut:] + c).encode()))[0]
                   for c in q["choices"]]
         right += scores.index(max(scores)) == q["answer"]
-    results = recorded(out)["results"][tasks.EMBEDDED]
+    results = recorded(out)["results"][tasks.EMBEDDED[1]]
     assert results["acc"] == right / 6 and results["chance"] == 0.25
 
 
