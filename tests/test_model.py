@@ -125,6 +125,15 @@ def test_shapes_loss_and_last_only(family):
 
 # ------------------------------------------------------------------------------------------------------------- learning
 
+@ALL_FAMILIES
+def test_the_first_loss_is_that_of_a_uniform_guess(family):
+    torch.manual_seed(0)
+    lm = LM(config(family, vocab_size=512))
+    logits, loss = lm(tokens(8, 24, 512), tokens(8, 24, 512, seed=2))
+    assert abs(loss.item() - math.log(512)) < 0.05
+    assert logits.std() < 0.5
+
+
 def trained(family, dtype, recompute, **changes):
     """The model, its logits and loss, and the gradient of each parameter by name."""
     lm, idx, y = tiny(family, **changes), tokens(3, 24, 63), tokens(3, 24, seed=2)
