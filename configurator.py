@@ -132,6 +132,7 @@ def load(config_class, argv, prog=None):
     while words:
         word = words.pop(0)
         key, equals, text = word[2:].partition("=")
+        key = key.replace("-", "_")
         if word.startswith("--"):
             texts = [text] if equals else reader.following(key, words, alone=True)
             if not reader.help_asked:

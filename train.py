@@ -325,7 +325,8 @@ def main(argv):
     if not config.out_dir:
         config.out_dir = f"out/{run_name(config)}"
     device = distributed.open_device(config)
-    initial = checkpoint.Initial(config, dataclasses.fields(ModelConfig))  # fills in its model's settings
+    evaluated = [field for field in dataclasses.fields(config) if config.eval_only and field.name == "dataset"]
+    initial = checkpoint.Initial(config, [*dataclasses.fields(ModelConfig), *evaluated])  # fills these settings in
     data = open_data(config, device)
     config.dtype = str(distributed.pick_dtype(config.dtype, device)).removeprefix("torch.")
     seed_all(config.seed)

@@ -292,7 +292,11 @@ class Text:
         if self.kind == "char":
             return self.table[token]
         if self.kind == "hf":
-            return self.stream.step(self.encoding, token) or ""
+            try:
+                return self.stream.step(self.encoding, token) or ""
+            except Exception:  # the library's: with this token the bytes before are no UTF-8, and their text is another
+                self.begin()
+                return self.stream.step(self.encoding, token) or ""
         if self.kind == "bytes":
             return self.decoder.decode(bytes([token]))
         return self.decoder.decode(self.encoding.decode_single_token_bytes(token))

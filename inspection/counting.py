@@ -181,7 +181,7 @@ def computed_by(model):
         if operator in choose.BODIES:
             operator += f" ({choose.choose(operator, model.config.backend, device)})"
         words[operator] = None
-    return ", ".join(filter(None, words)) or "nothing"
+    return ", ".join(filter(None, words)) or "code of its own"
 
 
 def left_out(model):

@@ -267,9 +267,11 @@ class Initial:
         if not self.path:
             return ""
         config, origin = self.config, self.path
-        for key in ("tokenizer", "table"):
+        for key in ("table", "tokenizer"):
             trained, given = self.meta.get(key), data.meta.get(key)
-            if trained and given and trained != given:
+            if trained and trained == given:
+                break
+            if trained and given:
                 raise ConfigError(f"{origin}: its {key} differs from that of {config.dataset} ({str(trained)[:80]!r}, "
                                   f"{str(given)[:80]!r}): these weights were trained with a different vocabulary: give "
                                   "a --dataset of theirs")

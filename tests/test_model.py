@@ -968,7 +968,7 @@ def test_the_table_is_printed(capsys, monkeypatch):
     head, *rows = capsys.readouterr().out.splitlines()
     assert len(rows) == 8 and "Table 1" in head
     row = next(r for r in rows if r.startswith("longhorn ") and "350M" in r)
-    assert ["longhorn", "350M", f"{PARAMETERS['longhorn'][1] / 1e6:.1f}M", "369.8M"] == row.split()[:4]
+    assert ["longhorn", "350M", f"{PARAMETERS['longhorn'][1] / 1e6:.2f}M", "369.8M"] == row.split()[:4]
     assert row.split()[-1] == f"{48 * 2048 * (16 + 3) / 1e6:.2f}M"
 
 

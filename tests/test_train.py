@@ -1108,7 +1108,7 @@ def test_what_wandb_is_given(ran, tmp_path, monkeypatch):
     assert branch["id"] != first["id"]
 
 
-def test_eval_only_says_the_loss_of_the_weights_and_touches_nothing(whole, ran, out):
+def test_eval_only_says_the_loss_of_the_weights_and_touches_nothing(whole, data, ran, out):
     """Of this run's last checkpoint, or of those that init_from names."""
     result = record(whole)
     content = sorted(path.name for path in whole.iterdir())
@@ -1118,6 +1118,18 @@ def test_eval_only_says_the_loss_of_the_weights_and_touches_nothing(whole, ran, 
         assert line == (f"val_loss {result['val_loss']:.4f}  val_tokens {result['val_tokens']}  "
                         f"val_bits_per_byte {result['val_bits_per_byte']:.4f}")
     assert not out.exists() and sorted(path.name for path in whole.iterdir()) == content
+    bare = succeed([f"--out_dir={whole}", "--eval_only", "--device=cpu", "--dtype=float32"]).out
+    assert f"dataset={data}" in bare and f"val_loss {result['val_loss']:.4f}" in bare
+
+
+def test_weights_are_of_the_same_vocabulary_under_another_name(whole, out):
+    config = TrainConfig(**TAKEN, vocab_size=256, init_from=str(whole), out_dir=str(out))
+    config.overrides = {}
+    initial = checkpoint.Initial(config)
+    initial.meta |= {"tokenizer": "hf:a", "table": "one"}
+    with pytest.raises(ConfigError, match="its table differs"):
+        initial.load(LM(config), mock.Mock(meta={"tokenizer": "hf:a", "table": "other"}))
+    assert "weights from" in initial.load(LM(config), mock.Mock(meta={"tokenizer": "hf:b", "table": "one"}))
 
 
 def test_a_step_that_takes_minutes_on_a_cpu_is_said_before_it_begins(data, out):

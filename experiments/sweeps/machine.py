@@ -50,7 +50,8 @@ def place(cell, config, nproc, gpu, records):
     at, source = cell.at, "assumed"
     in_step = config.batch_tokens // config.block_size
     if in_step % nproc:
-        raise ConfigError(f"{nproc} GPUs cannot share the {in_step} sequences of a step: choose another --gpus")
+        raise ConfigError(f"{nproc} GPUs cannot share the {in_step} sequences of a step: choose a "
+                          "--gpus that divides them, or another --batch_tokens")
     sequences = min(config.micro_batch_size, in_step // nproc)
     fixed = 16 * at["parameters"]
     per_token = 60 * config.n_layer * config.n_embd + 2 * config.vocab_size
