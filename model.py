@@ -503,7 +503,8 @@ class LM(nn.Module):
         for _, branch in self.branches():
             if getattr(branch.mixer, "operator", "") not in MIX_TOKENS:
                 raise ValueError(f"documents=pack: {where_is(type(branch.mixer))} mixes tokens without an operator of "
-                                 "kernels/, and only those reset at document boundaries: use --documents=join")
+                                 "kernels/, and only those reset at document boundaries: give it operator = None if "
+                                 "its forward does (docs/adding-a-model.md), or use --documents=join")
         if self.positions is not None:
             raise ValueError("documents=pack: positions are counted from the window's first token, not from the "
                              "document's: use --documents=join")

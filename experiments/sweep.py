@@ -532,6 +532,9 @@ class Sweep(Experiment):
         self.nproc = args.nproc or 1
         if (args.gpu or "gpus" in args.overrides) and not (args.gpu and args.dry_run):
             raise ConfigError("--gpus and --gpu plan for GPUs that need not be here: give --gpu=NAME and --dry-run")
+        if args.gpu and args.cluster:
+            raise ConfigError("--gpu plans all --gpus together: leave --cluster out; on Slurm, sbatch --nodes=N "
+                              "deploy/slurm.sh takes what torchrun train.py is given")
         if args.command == "paper" and not args.nproc:
             self.nproc = args.gpus if args.gpu else max(1, len(runner.visible_gpus()))
         return super().run()

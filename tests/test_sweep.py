@@ -655,6 +655,7 @@ def test_a_sweep_grows_by_what_is_new(tmp_path, pretend, capsys):
     (["paper", "gla", "--dry-run", "--gpu=K80"], "--gpu=K80: known are H200, H100 PCIe"),
     (["paper", "--gpu=H100"], "give --gpu=NAME and --dry-run"), (["paper", "--dry-run", "--gpus=8"], "--gpu=NAME"),
     (["paper", "gla", "--dry-run", "--gpu=H100", "--gpus=6"], "6 GPUs cannot share the 512 sequences of a step"),
+    (["paper", "--dry-run", "--gpu=H100", "--cluster=slurm"], "sbatch --nodes=N deploy/slurm.sh"),
     (["paper", "gla", "--dry-run", "--gpu=H100", "--nproc=16"], "--nproc=16: more than --gpus=8"),
     (["duel", "gla"], "give two families"), (["laptop", "nothing"], "config/nothing_laptop.py does not exist")])
 def test_mistakes_get_one_line(argv, word, capsys):

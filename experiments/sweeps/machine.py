@@ -50,8 +50,8 @@ def place(cell, config, nproc, gpu, records):
     at, source = cell.at, "assumed"
     in_step = config.batch_tokens // config.block_size
     if in_step % nproc:
-        raise ConfigError(f"{nproc} GPUs cannot share the {in_step} sequences of a step: choose a "
-                          "--gpus that divides them, or another --batch_tokens")
+        raise ConfigError(f"{nproc} GPUs cannot share the {in_step} sequences of a step: choose --gpus={in_step} or "
+                          "another divisor, or another --batch_tokens")
     sequences = min(config.micro_batch_size, in_step // nproc)
     fixed = 16 * at["parameters"]
     per_token = 60 * config.n_layer * config.n_embd + 2 * config.vocab_size
@@ -64,6 +64,7 @@ def place(cell, config, nproc, gpu, records):
         sequences //= 2
         share, source = ASSUMED, "assumed"
     if sequences < config.micro_batch_size:
+        cell.argv = [word for word in cell.argv if not word.startswith("--micro_batch_size=")]
         cell.argv.append(f"--micro_batch_size={sequences}")
     cell.seconds = at["flops"] / (share * peak * nproc)
     return [at["model"], at["size"], human(at["parameters"]), human(at["tokens"]), str(sequences),
