@@ -305,15 +305,18 @@ def lines_of(chunks):
     yield rest
 
 
+NESTED = "of a nested value make a column: jq -c '{text: .a.b}' in.jsonl > out.jsonl"
+
+
 def has_no(column, columns):
-    return f"has no column {column!r} (only {', '.join(columns)}): give --text_column"
+    return f"has no column {column!r} (only {', '.join(columns)}): give --text_column, or {NESTED}"
 
 
 def as_text(value, place):
     """A document as it stands in a column: None is an empty one. Raises ValueError for what is no text."""
     if not isinstance(value, str | None):
         kind = type(value).__name__
-        raise ValueError(f"{place}: {str(value)[:20]} is not text but {kind}: name another --text_column")
+        raise ValueError(f"{place}: {str(value)[:20]} is not text but {kind}: name another --text_column, or {NESTED}")
     return value or ""
 
 
