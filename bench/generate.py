@@ -49,32 +49,41 @@ class Reader(Model):
     def __init__(self, spec):
         super().__init__(spec)
         with self.device:
-            tiny = LM(replace(self.config, **self.TINY)).eval()
+            self.check(LM(replace(self.config, **self.TINY)).eval())
             self.lm = LM(self.config).eval()
-        with self.autocast():  # what is timed runs before
-            self.check(tiny)
-            self.check(self.lm)
-        self.error = self.check(self.lm)
-        if not self.error <= TOLERANCE:  # `not` catches NaN
+        self.error, tolerance = self.check(self.lm)
+        if not self.error <= tolerance:  # `not` catches NaN
             raise LeftOut(f"the state is wrong: logits differ by {self.error:.1e} from a whole pass "
-                          f"(at most {TOLERANCE:.0e})")
+                          f"(at most {tolerance:.0e})")
         self.state = self.lm.initial_state(spec["batch_size"])
         self.past = 0
         self.seconds = 0.0  # of reading `past` tokens
 
     @torch.no_grad()
     def check(self, lm, new_tokens=16):
-        """The relative error of logits from the state, in float32, against a whole forward pass over the text."""
-        text = torch.randint(lm.config.vocab_size, (2, sum(PIECES)), device=self.device)  # (2, T)
-        state, seen = lm.initial_state(2), []
-        for piece in text.split(PIECES, 1):
-            logits, _, state = lm(piece, state=state, last_only=True)
-        for _ in range(new_tokens):
-            seen.append(logits[:, -1])
-            text = torch.cat([text, seen[-1].argmax(-1, keepdim=True)], 1)
-            logits, _, state = lm(text[:, -1:], state=state, last_only=True)
-        whole = lm(text[:, :-1])[0][:, -new_tokens:]  # (2, new_tokens, V)
-        return ((torch.stack(seen, 1) - whole).norm() / whole.norm()).item()
+        """(the relative error of logits from the state, its tolerance): against a whole forward pass over the text.
+
+        In bfloat16 the reference is the whole pass in float32 with backend torch, and the error may be four times that
+        of the whole pass in bfloat16.
+        """
+        with self.autocast():
+            text = torch.randint(lm.config.vocab_size, (2, sum(PIECES)), device=self.device)  # (2, T)
+            state, seen = lm.initial_state(2), []
+            for piece in text.split(PIECES, 1):
+                logits, _, state = lm(piece, state=state, last_only=True)
+            for _ in range(new_tokens):
+                seen.append(logits[:, -1].float())
+                text = torch.cat([text, seen[-1].argmax(-1, keepdim=True)], 1)
+                logits, _, state = lm(text[:, -1:], state=state, last_only=True)
+            whole = lm(text[:, :-1])[0][:, -new_tokens:].float()  # (2, new_tokens, V)
+        true, tolerance = whole, TOLERANCE
+        if self.dtype != torch.float32:
+            with self.device:
+                plain = LM(replace(lm.config, backend="torch")).eval()
+            plain.load_state_dict(lm.state_dict())
+            true = plain(text[:, :-1])[0][:, -new_tokens:]
+            tolerance = max(tolerance, 4 * distance(whole, true))
+        return distance(torch.stack(seen, 1), true), tolerance
 
     def about(self):
         return {"parameters": sum(p.numel() for p in self.lm.parameters()), "relative_error": self.error}
@@ -116,6 +125,10 @@ class Reader(Model):
         times = measure.spread(self.written)
         return {"decode": {"new_tokens": times["runs"], "seconds": times, "peak_bytes": self.peak.bytes(),
                            "tokens_per_second": self.spec["batch_size"] / times["median_seconds"]}}
+
+
+def distance(got, true):
+    return ((got - true).norm() / true.norm()).item()
 
 
 # ------------------------------------------------------------------------------------------------------------- contexts

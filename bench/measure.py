@@ -163,7 +163,7 @@ class Gpu(Cpu):
 
     def __init__(self):
         if not torch.cuda.is_available():
-            raise ConfigError("PyTorch sees no GPU: use --device=cpu, or --dry-run to try the code on a CPU")
+            raise ConfigError("PyTorch sees no GPU: --dry-run tries the code on a CPU")
         self.properties = torch.cuda.get_device_properties(0)
         self.flush_bytes = min(4 << 30, self.properties.total_memory // 16)
 
@@ -322,8 +322,8 @@ def or_dash(value, form, unit=1):
 
 def serve(pipe, make, spec):
     """A worker's main function: make(spec), then answer (seconds, method, arguments) until the pipe closes."""
-    silent = io.StringIO()  # which kernels were chosen is not said between the lines of the table
-    with contextlib.redirect_stderr(silent), contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+    output = io.StringIO()  # says which kernels were chosen: goes to the record, not between the lines of the table
+    with contextlib.redirect_stderr(output), contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         try:
             signal.alarm(START_S)  # ends the process, also inside a kernel
             held = make(spec)
@@ -331,7 +331,9 @@ def serve(pipe, make, spec):
                 signal.alarm(0)
                 limit_s, method, arguments = pipe.recv()
                 signal.alarm(limit_s)
-                pipe.send(getattr(held, method)(*arguments))
+                answer = getattr(held, method)(*arguments)
+                lines = output.getvalue().replace(f"{ROOT}/", "").splitlines()
+                pipe.send(answer | {"stderr": lines[-20:]})
         except Exception as error:  # also EOFError: the other end has closed, and `send` says so again
             pipe.send({"reason": in_one_line(error)})
 
@@ -365,8 +367,9 @@ class Worker:
             self.process.join(5)
             answer = {"reason": how_it_ended(self.process.exitcode, limit_s)}
         self.spent += time.perf_counter() - began
-        if "reason" in answer:
-            self.row["reason"] = answer.pop("reason")
+        for name in ("reason", "stderr"):
+            if name in answer:
+                self.row[name] = answer.pop(name)
         return answer
 
 

@@ -12,6 +12,7 @@ import os
 import pickle
 import shlex
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -129,6 +130,7 @@ class Held:
         self.turn = turn or int("x")
 
     def about(self):
+        print("which kernels", file=sys.stderr)
         return {"parameters": 1}
 
 
@@ -140,7 +142,7 @@ def test_a_worker_says_why_it_ended(monkeypatch):
     for turn, reason in ((lambda: time.sleep(10), "ran past its limit of 1 s"),
                          (lambda: os._exit(3), "its process ended with status 3")):
         worker = measure.Worker(Held, turn, name="a")
-        assert worker.row == {"name": "a", "parameters": 1}
+        assert worker.row == {"name": "a", "parameters": 1, "stderr": ["which kernels"]}
         assert worker.ask("turn", limit_s=1) == {} == worker.ask("about", limit_s=1)
         assert worker.row["reason"] == reason
 
@@ -160,11 +162,13 @@ def test_generate(here, run, monkeypatch):
 
     def forgets(self, u, state=None):
         y, after = forward(self, u, state)
-        return y, after and (after[0], torch.zeros_like(after[1]))
+        wrong = torch.is_autocast_enabled("cpu") == (dtype == "bfloat16")
+        return y, after and (after[0], torch.zeros_like(after[1])) if wrong else after
 
     monkeypatch.setattr(Longhorn, "forward", forgets)
-    with pytest.raises(measure.LeftOut, match="the state is wrong: logits"):
-        run(generate.main, *arguments)
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(measure.LeftOut, match="the state is wrong: logits"):
+            run(generate.main, *arguments, f"--dtype={dtype}")
 
 
 @pytest.mark.parametrize("stage, status, reason", [
@@ -294,6 +298,12 @@ def test_make_takes_the_interpreter_it_is_given():
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
+
+def test_without_a_gpu_a_benchmark_names_what_all_of_them_have(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="^PyTorch sees no GPU: --dry-run tries the code on a CPU$"):
+        bench_ops.main(["loss"])
+
 
 @pytest.mark.parametrize("main, arguments", [
     (scan.main, ["--save"]), (scan.main, [f"--out={ROOT}/results/y.json"]), (generate.main, ["--save"]),
