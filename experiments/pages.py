@@ -69,15 +69,13 @@ def listed(lines):
 
 
 def table(rows, columns=None, title=""):
-    """Rows {key: value}, or a DataFrame, as a Markdown table below its title; "" if there are none.
+    """Rows {key: value} as a Markdown table below its title; "" if there are none.
 
     columns: {heading: template of its cells}, filled from the row; None: the rows are {heading: text}. A cell whose
     value is missing is a dash, and a column of dashes is left out; a cell that begins with ** becomes bold.
     """
     import pandas
 
-    if isinstance(rows, pandas.DataFrame):
-        rows = rows.to_dict("records")
     if not rows:
         return ""
     if columns:

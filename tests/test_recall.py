@@ -444,6 +444,18 @@ def test_a_rate_counts_with_all_of_its_seeds():
     assert points_of(runs.assign(accuracy=0.5)).learning_rate == runs.learning_rate.min()
 
 
+def test_a_page_without_a_point_says_so():
+    """Of each mixer one run ended, and more seeds diverged at another rate."""
+    runs = records.read(RESULTS / "recall_sooner.json")
+    at_least = runs.learning_rate == runs.learning_rate.min()
+    runs = runs[~at_least | (runs.seed == runs.seed.min())]
+    diverged = runs.learning_rate > runs.learning_rate.min()
+    runs.loc[diverged, "left_out"] = "it diverged"
+    runs.loc[diverged, ["accuracy", "recall", "steps_to_half"]] = math.nan
+    page = report.page(runs)
+    assert page.sentences == ["No run at a best rate has ended."] and not page.panels and not page.below
+
+
 def test_steps_to_half_are_compared_by_all_ways_to_divide_them():
     never = math.inf
     assert report.mann_whitney([1, 3, 5], [2, 4, 6]) == pytest.approx(
@@ -453,6 +465,7 @@ def test_steps_to_half_are_compared_by_all_ways_to_divide_them():
     off = lambda a: abs(sum(stats.rankdata(tied + other)[list(a)]) - 25)
     ways = [off(a) for a in combinations(range(9), 5)]
     assert report.mann_whitney(tied, other) == pytest.approx(np.mean([way >= off(range(5)) for way in ways]))
+    assert report.mann_whitney(range(20), range(20, 40)) == pytest.approx(2 / math.comb(40, 20))  # not one by one
 
 
 @pytest.mark.parametrize("line, word", [
