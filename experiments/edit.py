@@ -408,9 +408,10 @@ class Budget:
     def spent(self):
         return (time.monotonic() - self.began) / 60
 
-    def left(self):
-        """Minutes until the end, after the last look."""
-        return self.spent() * (1 / self.fractions[-1] - 1)
+    def left(self, n):
+        """Minutes until the end, after n pairs."""
+        left = self.ends[n - 1] / n * (self.pairs - n) if self.pairs else self.minutes - self.spent()
+        return max(0, left)
 
     def most(self, n):
         """How many pairs may run next, after n: those that ran before a restart come first."""
@@ -493,7 +494,7 @@ def compare_versions(c, minutes, engine):
                     decision.pairs = n
                     decision.minutes = budget.spent()
                     if n > 1:
-                        c.say(f"pair {n}: {decision.so_far(c.head)}; {budget.left():.0f} minutes left", edit.name)
+                        c.say(f"pair {n}: {decision.so_far(c.head)}; {budget.left(n):.0f} minutes left", edit.name)
                     if decision.sentence or decision.verdict != "undecided" and not c.args.pairs:
                         undecided.remove(edit)
                 if not undecided or budget.fractions[-1] == 1:

@@ -448,6 +448,19 @@ def test_a_second_plan_is_said_and_minutes_add_up(repo, run):
     assert "planned 0.025 minutes, 0.075 minutes: false verdicts with probability 0.1" in said
 
 
+@pytest.mark.parametrize("pairs, minutes, left", [(4, 0, [30, 20, 10]), (2, 0, [10, 0, 0]), (0, 45, [15] * 3),
+                                                  (0, 20, [0] * 3)])
+def test_the_minutes_left_after_a_restart(pairs, minutes, left, tmp_path):
+    """Pairs that ran before it took ten minutes each."""
+    (tmp_path / "looks.json").write_text(json.dumps({"minutes": [10, 20, 30], "plans": []}))
+    budget = edit.Budget(tmp_path / "looks.json", pairs, minutes)
+    found = []
+    for n in (1, 2, 3):
+        budget.look(n)
+        found.append(budget.left(n))
+    assert found == pytest.approx(left, abs=1)
+
+
 @pytest.mark.parametrize("argv, pairs", [([], edit.FEWEST), (["--pairs=4"], 4), (["--pairs=7"], 7)])
 def test_pairs_run_to_the_end_and_no_verdict_comes_before_the_sixth(repo, run, monkeypatch, argv, pairs):
     monkeypatch.setattr(edit.compare, "bounds", lambda fractions, alpha: (3.0 for _ in fractions))
