@@ -58,26 +58,43 @@ def fit_loss(N, D, L, form="additive", whiten=None, start=None):
         whiten: (runs, runs) by which residuals of log L are multiplied before they are squared; None: Huber's loss.
         start: a Fit to begin from; None: many starts.
     """
-    N, D, L = positive(N, D, L)
+    N, D, L = positive(N=N, D=D, L=L)
     check_design(N, D)
     free = [0, 1, 2, 3, 4, *FORMS[form]]
     centre_N = np.log(N).mean()
     centre_D = np.log(D).mean()
     x = np.log(N) - centre_N
 
-    def constants_of(theta):
-        constants = np.array([0, 0, 0, 0, 0, 0, 1], theta.dtype)
+    def terms(theta):
+        """The seven constants, A's and B's terms, their sum and log(D - D0). theta's A and B are logs of the terms at
+        the centre of the runs, where the constants correlate less; its D0 is in units of the fewest tokens."""
+        constants = np.array([0, 0, 0, 0, 0, 0, 1.0])
         constants[free] = theta
-        return constants
+        _, log_A, alpha, log_B, beta, D0, _ = constants
+        y = np.log(D - D0 * D.min()) - centre_D
+        of_A = np.exp(log_A - alpha * x)
+        of_B = np.exp(log_B - beta * y)
+        return constants, of_A, of_B, of_A + of_B, y
 
     def residuals(theta):
-        """theta's A and B are logs of the terms at the centre of the runs, where the constants correlate less; its D0
-        is in units of the fewest tokens."""
-        E, log_A, alpha, log_B, beta, D0, gamma = constants_of(theta)
-        y = np.log(D - D0 * D.min()) - centre_D
-        both = np.exp(log_A - alpha * x) + np.exp(log_B - beta * y)
-        off = np.log(E + both**gamma) - np.log(L)
+        constants, _, _, both, _ = terms(theta)
+        off = np.log(constants[0] + both ** constants[6]) - np.log(L)
         return off if whiten is None else whiten @ off
+
+    def jacobian(theta):
+        (E, _, _, _, beta, D0, gamma), of_A, of_B, both, y = terms(theta)
+        power = both**gamma
+        slope = gamma * power / both
+        columns = np.array([
+            np.ones_like(x),
+            slope * of_A,
+            -x * slope * of_A,
+            slope * of_B,
+            -y * slope * of_B,
+            slope * of_B * beta * D.min() / (D - D0 * D.min()),
+            power * np.log(both)])
+        matrix = columns[free].T / (E + power)[:, None]
+        return matrix if whiten is None else whiten @ matrix
 
     limits = np.array([
         [0, L.min()],
@@ -92,7 +109,7 @@ def fit_loss(N, D, L, form="additive", whiten=None, start=None):
     def search(theta, evaluations):
         inside = np.clip(theta, low + 1e-9, high - 1e-9)
         loss = "huber" if whiten is None else "linear"
-        return optimize.least_squares(residuals, inside, "cs", (low, high), x_scale="jac", loss=loss,
+        return optimize.least_squares(residuals, inside, jacobian, (low, high), x_scale="jac", loss=loss,
                                       f_scale=DELTA, xtol=1e-10, ftol=1e-10, gtol=1e-10, max_nfev=evaluations)
 
     if start is None:
@@ -112,24 +129,29 @@ def fit_loss(N, D, L, form="additive", whiten=None, start=None):
         log_B = math.log(B) - beta * centre_D
         theta = np.array([E, log_A, alpha, log_B, beta, D0 / D.min(), gamma])
         best = search(theta[free], 2000)
-    E, log_A, alpha, log_B, beta, D0, gamma = constants_of(best.x).tolist()
+    E, log_A, alpha, log_B, beta, D0, gamma = terms(best.x)[0].tolist()
     with np.errstate(over="ignore"):
         A = np.exp(log_A + alpha * centre_N).item()
         B = np.exp(log_B + beta * centre_D).item()
     return Fit(E, A, alpha, B, beta, float(D0 * D.min()), gamma, float(best.cost))
 
 
-def positive(*columns):
-    """The columns as arrays of floats. Raises CannotFit unless they have one length and all are positive numbers."""
-    try:
-        runs = np.array(columns, float)
-    except ValueError as error:
-        raise CannotFit(f"give N, D and L of each run, all numbers: {error}") from None
-    impossible = ~((runs > 0) & (runs < math.inf)).all(0)
-    if impossible.any():
-        i = impossible.argmax()
-        raise CannotFit("N = {:g}, D = {:g}, L = {:g} of run {} are not positive numbers".format(*runs[:, i], i))
-    return runs
+def positive(**columns):
+    """The columns as flat float arrays of one length. Raises CannotFit unless all are positive numbers."""
+    arrays = {}
+    for name, values in columns.items():
+        try:
+            column = np.asarray(values, float).ravel()
+        except (TypeError, ValueError, OverflowError) as error:
+            raise CannotFit(f"{name} holds something that is not a number: {error}") from None
+        for i, value in enumerate(column):
+            if not 0 < value < math.inf:
+                raise CannotFit(f"{name}[{i}] = {value:g} is not a positive number")
+        arrays[name] = column
+    lengths = [len(column) for column in arrays.values()]
+    if len(set(lengths)) > 1:
+        raise CannotFit(f"{', '.join(arrays)} have {', '.join(map(str, lengths))} values: give all of each run")
+    return arrays.values()
 
 
 def check_design(N, D):

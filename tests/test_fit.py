@@ -57,7 +57,7 @@ def test_neither_the_order_of_the_runs_nor_an_outlier_nor_the_unit_of_n_moves_th
     L[24] *= 3
     fitted = fit_loss(N, D, L)
     order = np.random.default_rng(0).permutation(25)
-    again = fit_loss(N[order] * 1e-6, D[order], L[order])
+    again = fit_loss(N[order, None] * 1e-6, D[order, None], L[order, None])  # columns
     assert again.alpha == pytest.approx(fitted.alpha, rel=1e-4) and again.cost == pytest.approx(fitted.cost, rel=1e-6)
     assert again.A == pytest.approx(fitted.A * 1e-6**fitted.alpha, rel=1e-3)
     assert fitted.alpha == pytest.approx(0.34, abs=0.01) and fitted.beta == pytest.approx(0.28, abs=0.02)
@@ -80,9 +80,11 @@ SIZES = np.geomspace(1e6, 1e9, 12)
 
 
 @pytest.mark.parametrize("N, D, L, words", [
-    ([], [], [], "0 sizes N and 0 token counts"), ([1e6, 1e7], [1e8, 1e9], [3.0], "give N, D and L of each run"),
-    ([1e6, -1], [1e8, 1e9], [3.0, 2.0], "N = -1, D = 1e.09, L = 2 of run 1 are not positive"),
-    ([1e6, 1e7], [1e8, math.inf], [3.0, 2.0], "D = inf"), ([1e6, 1e7], [1e8, 1e9], ["x", 2.0], "all numbers: "),
+    ([], [], [], "0 sizes N and 0 token counts"), ([1e6, 1e7], [1e8, 1e9], [3.0], "N, D, L have 2, 2, 1 values"),
+    ([1e6, -1], [1e8, 1e9], [3.0, 2.0], r"N\[1\] = -1 is not a positive number"),
+    ([1e6, 1e7], [1e8, math.inf], [3.0, 2.0], r"D\[1\] = inf is not a positive number"),
+    ([1e6, 1e7], [1e8, 1e9], ["x", 2.0], "L holds something that is not a number"),
+    ([10**400], [1e8], [3.0], "N holds something that is not a number"),
     ([1e6, 1e7] * 3, [1e8, 1e8, 1e9, 1e9, 1e10, 1e10], [4, 3, 3.5, 2.5, 3, 2], "2 sizes N and 3 token counts D"),
     ([1e6, 1e7, 1e8, 1e9], [1e8, 1e11, 1e9, 1e10], [4, 3, 3, 2], "4 distinct .* add 1 or more"),
     (SIZES, 20 * SIZES, SIZES, "1.0000 correlated.*more than one budget")])
