@@ -5,7 +5,7 @@
     max_iters: Count = 4800  # optimiser steps
     schedule: Literal["cosine", "wsd"] = "cosine"  # of the learning rate
 
-A value may also be the next word, `--micro_batch_size 8`.
+A value may also be the next word, `--micro_batch_size 8`, and a key have dashes, `--micro-batch-size=8`.
 
 Types are int, float, bool, str, Path and a Literal of strings; a number with a range is Count, Whole, Seed, Positive or
 Annotated[float, Range(...)], and may also be its default. The comment at the end of the line is the help.
@@ -16,7 +16,7 @@ runs another file of its folder first. Names that start with `_`, modules and fu
 run only files that you would run as programs. Nothing on the command line is evaluated: `--out_dir=a=b` is the string
 `a=b`.
 
-`read` is for all others, whose settings may also be `--other-key`. There tuple[int, ...] is values joined by commas,
+`read` is for all others. There tuple[int, ...] is values joined by commas,
 list[str] several words, and a field without a default an argument without a key.
 
 Class attributes: RENAMED = {"old_key": "new_key"} is a table of common/old_names.py, by which the error for an old key
@@ -118,7 +118,10 @@ def settings(config_class):
 
 # ------------------------------------------------------------------------------------------------------- command lines
 
-def load(config_class, argv, prog=None):
+LEFT_TO_RIGHT = "Read left to right, the later one wins; a config file is Python that assigns to the same keys."
+
+
+def load(config_class, argv, prog=None, doc=LEFT_TO_RIGHT):
     """Read `argv` (config files ending in .py and --key=value, left to right) into an instance of the dataclass.
 
     The instance gets two more attributes: `config_files`, the paths read, and `overrides`, {key: value} of every key
@@ -127,23 +130,9 @@ def load(config_class, argv, prog=None):
     failing file, and a ValueError raised in the dataclass's __post_init__.
     """
     reader = Reader(config_class, argv)
-    words = [word for word in argv if word not in HELP]
-    config_files = []
-    while words:
-        word = words.pop(0)
-        key, equals, text = word[2:].partition("=")
-        key = key.replace("-", "_")
-        if word.startswith("--"):
-            texts = [text] if equals else reader.following(key, words, alone=True)
-            if not reader.help_asked:
-                reader.read_key(key, texts)
-        elif reader.places and not word.startswith("-") and not word.endswith(".py"):
-            reader.read_key(reader.places.pop(0), [word])
-        else:
-            config_files.append(word)
-            reader.read_file(word)
-    about = "Read left to right, the later one wins; a config file is Python that assigns to the same keys."
-    return reader.finish(f"{prog or os.path.basename(sys.argv[0])} [config.py ...]", about, config_files=config_files)
+    config_files, _ = reader.read_words(argv, with_files=True)
+    usage = " ".join([prog or os.path.basename(sys.argv[0]), *reader.places, "[config.py ...]"])
+    return reader.finish(usage, doc, config_files=config_files)
 
 
 def read(config_class, argv, doc, prog=None):
@@ -160,22 +149,7 @@ def read(config_class, argv, doc, prog=None):
         command = _command(config_class, words, prog, doc)
         config_class, prog = config_class[command], f"{prog} {command}"
     reader = Reader(config_class, words)
-    others = []
-    places = list(reader.places)
-    while words and not reader.help_asked:
-        word = words.pop(0)
-        key, equals, text = word[2:].partition("=")
-        key = key.replace("-", "_")
-        several = places and reader.settings[places[0]].many  # it takes all words that follow
-        if word.startswith("--"):
-            if equals and key not in reader.settings and hasattr(config_class, "OTHERS"):
-                others.append(word)
-                continue
-            reader.read_key(key, [text] if equals else reader.following(key, words, alone=several))
-        elif places:
-            reader.read_key(places[0] if several else places.pop(0), [word])
-        else:
-            raise ConfigError(f"unexpected argument {word!r}: --help lists all keys")
+    _, others = reader.read_words(words)
     return reader.finish(" ".join([prog, *reader.places]), doc, command=command, others=others)
 
 
@@ -203,13 +177,41 @@ class Reader:
         self.needed = [key for key, value in self.values.items() if value is dataclasses.MISSING]
         self.places = [*self.needed, *getattr(config_class, "ARGUMENTS", ())]  # keys of arguments without a key
 
+    def read_words(self, words, with_files=False):
+        """Set what the words say. Returns the config files, if there may be some, and the --key=value of OTHERS."""
+        words = [word for word in words if word not in HELP]
+        places = list(self.places)
+        files, others = [], []
+        while words:
+            word = words.pop(0)
+            key, equals, text = word[2:].partition("=")
+            key = key.replace("-", "_")
+            several = places and self.settings[places[0]].many  # it takes all words that follow
+            if word.startswith("--"):
+                texts = [text] if equals else self.following(key, words, alone=several)
+                if equals and key not in self.settings and hasattr(self.config_class, "OTHERS"):
+                    others.append(word)
+                elif not self.help_asked:
+                    self.read_key(key, texts)
+            elif with_files and (word.endswith(".py") or word.startswith("-") or not places):
+                files.append(word)
+                self.read_file(word)
+            elif self.help_asked:
+                continue
+            elif places:
+                self.read_key(places[0] if several else places.pop(0), [word])
+            else:
+                raise ConfigError(f"unexpected argument {word!r}: --help lists all keys")
+        return files, others
+
     def set(self, key, value):
         self.values[key] = self.overrides[key] = value
 
     def is_foreign(self, where, key, value):
         """True if there is no such key, or its value is another program's; it is noted."""
         row = old_names.row_of(self, key, value)
-        if key in self.settings and (row is None or os.path.exists(str(value))):
+        exists = key in self.settings and not self.settings[key].choices and os.path.exists(str(value))
+        if key in self.settings and (row is None or exists):
             return False
         self.mistakes.append((where, key, value, row))
         return True
@@ -231,7 +233,7 @@ class Reader:
         if setting.many is tuple:
             texts = [part for text in texts for part in text.split(",") if part]
         if not texts:
-            raise ConfigError(f"--{key} needs a value, joined by '=': --{key}={self.values[key] or '...'}")
+            raise ConfigError(f"--{key} needs a value: --{key}={self.values[key] or '...'}")
         start = f"{key} " if key in self.places else f"--{key}="
         new = [self.convert("", key, text, start) for text in texts]
         if setting.many:
@@ -243,14 +245,14 @@ class Reader:
         """The words after a --key that are its value, taken off `words`; alone, or of an unknown key: one at most."""
         texts, setting = [], self.settings.get(key)
         several = setting and setting.many is list and not alone
-        if setting is None or setting.kind is not bool or words and words[0].lower() in ("true", "false"):
+        if setting is None or setting.kind is not bool or (words and words[0].lower() in BOOLS):
             while words and not words[0].startswith("--") and (several or not texts):
                 texts.append(words.pop(0))
         return texts
 
     def read_file(self, path):
         """Set what a config file assigns, helpers left out."""
-        row = old_names.row_of(self, "config", path.removesuffix(".py"))
+        row = old_names.row_of(self, "file", path.removesuffix(".py"))
         if row and not os.path.exists(path):
             raise ConfigError(f"{path}: {row}")
         if not path.endswith(".py"):
@@ -312,10 +314,11 @@ def _run_file(path, values):
 
 
 def _near(path):
-    """A guess at which config file was meant: of the same folder or, if none is named, of config/."""
+    """A guess at which config file was meant: of the same folder or, if none is named, also of config/."""
     folder, name = os.path.split(path.removesuffix(".py"))
-    folder = folder or "config"
-    return old_names.nearest(name, [file.stem for file in Path(folder).glob("*.py")], f"{folder}/", ".py")
+    guesses = (old_names.nearest(name, [file.stem for file in Path(place).glob("*.py")], os.path.join(place, ""), ".py")
+               for place in ([folder] if folder else ["", "config"]))
+    return next(filter(None, guesses), "")
 
 
 def _place(path, error):

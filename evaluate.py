@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parent
 
 @dataclass
 class EvaluateConfig:
-    out_dir: str = ""  # the run's folder, with checkpoint.safetensors, or a checkpoint; with or without --out_dir=
+    out_dir: str = ""  # the run's folder, with checkpoint.safetensors, or a checkpoint
     tasks: str = "embedded"  # comma-separated harness tasks or task files; paper: Table 2's; embedded: no download
     include: str = ""  # folder with your own task files (*.yaml), which can run code: use only files that you trust
     limit: Whole = 0  # documents per task, to try things out; 0: all

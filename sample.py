@@ -39,7 +39,7 @@ MACHINERY = ("train.py", "optim.py", "configurator.py", "initialisation.py", "co
 
 @dataclass
 class SampleConfig:
-    out_dir: str = "out/longhorn_bpe"  # the run's folder, or a checkpoint; with or without --out_dir=
+    out_dir: str = "out/longhorn_bpe"  # the run's folder, or a checkpoint
     prompt: str = "\n"  # text to continue; -: read stdin; @FILE: read a file (UTF-8; any bytes for byte models)
     max_new_tokens: Count = 500  # tokens per sample
     num_samples: Count = 1  # number of samples

@@ -57,7 +57,7 @@ class TrainConfig(ModelConfig):
     resume: Literal["never", "auto", "must"] = "never"  # from the checkpoint in out_dir; auto: if any; must: or stop
     branch: str = ""  # RUN@STEP: start from that run's state after STEP, with another max_iters; see keep_steps
     init_from: str = ""  # a run's folder or a checkpoint: start from its weights (fine-tuning), with its architecture
-    eval_only: bool = False  # evaluate the weights of init_from, or else the last in out_dir, and stop
+    eval_only: bool = False  # evaluate the weights of init_from, or else the last in out_dir, on their data, and stop
     seed: Seed = 1337  # of the initial weights and the data order
     self_check: Literal["on", "off", "only"] = "on"  # compare kernels to loops, states to sequences; only: then stop
     # --- data
@@ -325,8 +325,10 @@ def main(argv):
     if not config.out_dir:
         config.out_dir = f"out/{run_name(config)}"
     device = distributed.open_device(config)
-    evaluated = [field for field in dataclasses.fields(config) if config.eval_only and field.name == "dataset"]
-    initial = checkpoint.Initial(config, [*dataclasses.fields(ModelConfig), *evaluated])  # fills these settings in
+    wanted = list(dataclasses.fields(ModelConfig))
+    if config.eval_only:
+        wanted += [field for field in dataclasses.fields(TrainConfig) if field.name == "dataset"]
+    initial = checkpoint.Initial(config, wanted)  # fills these settings in
     data = open_data(config, device)
     config.dtype = str(distributed.pick_dtype(config.dtype, device)).removeprefix("torch.")
     seed_all(config.seed)

@@ -52,10 +52,10 @@ SAME = {  # row: the names that have it
           "matrix_lr embedding_lr unembedding_lr scalar_lr core_metric_every sample_every target_param_data_ratio",
 }
 TRAIN = {
-    "config=*train_gpt2": "type config/llama_120m.py, of GPT-2's size and data, or config/longhorn_120m.py",
-    "config=*finetune_*": "type --init_from=RUN, after the run's own config file, and --dataset=FOLDER",
-    "config=*eval_gpt2*": "type --init_from=RUN --eval_only; GPT-2's weights cannot be imported",
-    "config=*.*": "give the config file alone, without --config=",
+    "file=*train_gpt2": "type config/llama_120m.py, of GPT-2's size and data, or config/longhorn_120m.py",
+    "file=*finetune_*": "type --init_from=RUN --out_dir=out/tuned, after the run's config file, and --dataset=FOLDER",
+    "file=*eval_gpt2*": "type --init_from=RUN --eval_only; GPT-2's weights cannot be imported",
+    "config": "give the config file alone, without --config=",
     "init_from=scratch": "leave it out: a run starts from scratch",
     "init_from=resume": "resume=must",
     "init_from=gpt2*": PRETRAINED,
@@ -145,7 +145,7 @@ def about(reader, key, value, row, numbers, in_file):
     dashes = "" if in_file else "--"
     known = f"{dashes}{key}={value}" if key in reader.settings else f"unknown key '{dashes}{key}'"
     if row is None:
-        near = nearest(key.replace("-", "_").lower(), reader.settings, dashes)
+        near = nearest(key.lower(), reader.settings, dashes)
         helper = "; a helper's name starts with _" if in_file and not near else ""
         return f"{known}{near or ';'} --help lists all keys{helper}"
     if isinstance(row, tuple):

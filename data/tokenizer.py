@@ -295,8 +295,9 @@ class Text:
             try:
                 return self.stream.step(self.encoding, token) or ""
             except Exception:  # the library's: with this token the bytes before are no UTF-8, and their text is another
-                self.begin()
-                return self.stream.step(self.encoding, token) or ""
+                self.begin([token])
+                once, twice = (self.encoding.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+                return "\ufffd" + twice[len(once):]
         if self.kind == "bytes":
             return self.decoder.decode(bytes([token]))
         return self.decoder.decode(self.encoding.decode_single_token_bytes(token))

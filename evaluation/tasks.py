@@ -17,6 +17,7 @@ The paper averages it over tasks, and does not say which text its Figure 1 score
 """
 
 import contextlib
+import functools
 import importlib.machinery
 import importlib.util
 import keyword
@@ -32,7 +33,6 @@ from common.errors import ConfigError
 from data.prepared import DataError, Tokens
 
 ROOT = Path(__file__).resolve().parents[1]
-EMBEDDED = ("pystdlib_continuation", "pystdlib_identifier")
 NO_METRICS = ("documents", "chance", "sample_len", "sample_count")  # entries of results that are not metrics
 QUESTIONS = 500  # per task: a standard error of 2%
 CONTEXT, PIECE, REACH = 400, 60, 600  # characters
@@ -76,10 +76,16 @@ def continuation(rng, text):
     return question(rng, text[at - CONTEXT:at], right, wrong) if at and len({right, *wrong}) == 4 else None
 
 
+@functools.cache  # each file gives many questions
+def named_in(text):
+    """(names, definitions of names) in a file."""
+    names = set(re.findall(r"\b[A-Za-z_]\w{3,}\b", text)) - set(keyword.kwlist)
+    return names, list(re.finditer(r"(?m)^[ \t]*(?:def |class )?([A-Za-z_]\w{3,})(?=\(.*:$| = )", text))
+
+
 def identifier(rng, text):
     """A question of pystdlib_identifier about a file; None if the drawn place gives none."""
-    names = set(re.findall(r"\b[A-Za-z_]\w{3,}\b", text)) - set(keyword.kwlist)
-    definitions = list(re.finditer(r"(?m)^[ \t]*(?:def |class )?([A-Za-z_]\w{3,})(?=\(.*:$| = )", text))
+    names, definitions = named_in(text)
     if not definitions:
         return None
     definition = rng.choice(definitions)
@@ -99,16 +105,18 @@ def question(rng, context, right, wrong):
     return {"context": context, "choices": choices, "answer": choices.index(right)}
 
 
+EMBEDDED = {"pystdlib_continuation": continuation, "pystdlib_identifier": identifier}
+
+
 def embedded(task, folder, n=QUESTIONS):
     """An embedded task in the harness's format, with n questions. Raises DataError."""
     import datasets
 
     texts = held_out_files(folder)
-    make = dict(zip(EMBEDDED, (continuation, identifier), strict=True))[task]
     rng, questions = random.Random(task), []
     for _ in range(100 * n if texts else 0):
         text = rng.choices(texts, [len(t) for t in texts])[0]
-        made = make(rng, text)
+        made = EMBEDDED[task](rng, text)
         if made:
             questions.append(made)
         if len(questions) == n:
@@ -159,8 +167,8 @@ def named(tasks, folder):
     for name in names:
         if name == "paper":
             chosen += PAPER
-        elif name == "embedded":
-            chosen += [embedded(task, folder) for task in EMBEDDED]
+        elif name in EMBEDDED or name == "embedded":
+            chosen += [embedded(task, folder) for task in EMBEDDED if name in (task, "embedded")]
         else:
             chosen.append(name)
     return chosen

@@ -596,8 +596,9 @@ def apart(one, other, kind):
         return 0.0
     a, b = exact(torch.cat(one, 1)), exact(torch.cat(other, 1))
     T = min(a.shape[1], b.shape[1])
-    part = slice(T) if kind is ROWS else slice(-T, -1)  # the last token may be another, and the first row
-    a, b = a[-1:, part], b[-1:, part]
+    part = slice(T) if kind is ROWS else slice(-T, -1)  # the last token may be another
+    rows = min(len(a), len(b)) - (kind is ROWS)  # and the first row
+    a, b = a[-rows:, part], b[-rows:, part]
     return differences({"": a}, {"": b})[""] if a.shape == b.shape else 0.0
 
 

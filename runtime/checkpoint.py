@@ -236,7 +236,9 @@ class Initial:
         else:
             self.path, self.weights, self.meta, self.damaged = load_first(self.places(), weights=True)
         with fitting(self.path or own[0]):
-            for name, value in settings_of(self.meta.get("config", {}), fields).items():
+            settings = self.meta.get("config", {})
+            known = [field for field in fields if field.name in settings or field.name != "dataset"]
+            for name, value in settings_of(settings, known).items():
                 now = getattr(config, name)
                 if value == now or name == "backend":  # the machine's
                     continue
@@ -269,12 +271,12 @@ class Initial:
         config, origin = self.config, self.path
         for key in ("table", "tokenizer"):
             trained, given = self.meta.get(key), data.meta.get(key)
-            if trained and trained == given:
+            if trained and trained == given:  # one table is one vocabulary, whatever it is called
                 break
             if trained and given:
-                raise ConfigError(f"{origin}: its {key} differs from that of {config.dataset} ({str(trained)[:80]!r}, "
-                                  f"{str(given)[:80]!r}): these weights were trained with a different vocabulary: give "
-                                  "a --dataset of theirs")
+                names = f"{self.meta.get('tokenizer')!r}, {data.meta.get('tokenizer')!r}"
+                raise ConfigError(f"{origin}: its {key} differs from that of {config.dataset} ({names}): these weights "
+                                  "were trained with a different vocabulary: give a --dataset of theirs")
         with fitting(origin):
             step = self.meta["step"] + 0  # a TypeError unless it is a number
             if wrong := misfit(self.weights, model):
@@ -285,7 +287,8 @@ class Initial:
         self.weights = None
         taken = [f"taken from it: {', '.join(self.taken)}"] if self.taken else []
         skipped = [f"skipped: {line}" for line in self.damaged]
-        return "; ".join([*skipped, f"weights from {origin} (step {step})", *taken, *self.changed])
+        scored = [f"scored on {config.dataset}"] if config.eval_only else []
+        return "; ".join([*skipped, f"weights from {origin} (step {step})", *taken, *self.changed, *scored])
 
 
 def settings_of(settings, fields):

@@ -72,7 +72,7 @@ VALUES = """
 --n_layer=1e6                1000000
 --n_layer=2.0                2
 --n_layer 5                  5
---compile False              False
+--compile no                 False
 --n_layer=9e12               9000000000000
 --dropout=0                  0.0
 --dropout=1e-3               0.001
@@ -106,7 +106,8 @@ MISTAKES = [  # an argument, or what a config file says; how the line begins, {}
     ("--RENAMED=3", "unknown key '--RENAMED'; --help lists all keys"),
     ("--qqq=3", "unknown key '--qqq'; --help lists all keys"),
     ("--", "unknown key '--'; --help lists all keys"),
-    ("--n_layer", "--n_layer needs a value, joined by '=': --n_layer=12"),
+    ("../config/longhrn.py", "../config/longhrn.py: No such file or directory"),
+    ("--n_layer", "--n_layer needs a value: --n_layer=12"),
     ("--n_layer=2.5", "--n_layer=2.5: expected a whole number (int)"),
     ("--n_layer=1e16", "--n_layer=1e16: expected a whole number (int)"),
     ("--dropout=nan", "--dropout=nan: expected a finite number (float)"),
@@ -211,14 +212,14 @@ train.py --backend=nccl       leave it out
 train.py --dtype=float16      type --dtype=bfloat16
 train.py --num_steps=9        type --max_iters=9
 train.py --d_model=64         type --n_embd=64
-train.py --config=config/a.py   give the config file alone
+train.py --config=longhorn_laptop   give the config file alone
 train.py --warmup_ratio=0.1   give warmup_iters = warmup_ratio x max_iters
 train.py --total_batch_size=9  type --batch_tokens=9
 train.py --matrix_lr=0.02     has no counterpart
 train.py --do_train           leave it out
 train.py --optim=adamw_torch  type --optimizer=adamw
 train.py --resume             type --resume=must
-train.py --resume=out/x       type --resume=must --out_dir=RUN
+train.py --resume=results/h200   type --resume=must --out_dir=RUN
 train.py --wandb=true         type --wandb=online
 sample.py --start=Once        type --prompt=Once
 sample.py --start=FILE:a.txt  give --prompt=@ and the file's name

@@ -796,11 +796,12 @@ def test_tokenizers_of_other_people(tmp_path, capsys):
     for n in range(1, len(special)):  # text streams after a prompt as it is decoded
         again.begin(special[:n])
         assert written(special[:n]) + "".join(map(again.decode, special[n:])) == written(special)
-    pieces = tokenizers.models.BPE({"<0xC3>": 0, "<0x8B>": 1, "d": 2}, [], byte_fallback=True)
+    pieces = tokenizers.models.BPE({"<0xC3>": 0, "<0x8B>": 1, "d": 2, "\u2581d": 3}, [], byte_fallback=True)
     again.encoding, decoders = tokenizers.Tokenizer(pieces), tokenizers.decoders
-    again.encoding.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    again.encoding.decoder = decoders.Sequence(steps)
     again.begin()
-    assert "".join(map(again.decode, [2, 0, 1, 2, 0, 1, 0, 2, 2])).endswith("dd")  # bytes that are no text end nothing
+    assert "".join(map(again.decode, [2, 0, 1, 0, 3, 2])) == "d\xcb\ufffd dd"  # half a character ends nothing
     assert tokens.bytes_per_token > 1
     metaspace(tmp_path, lower=True)  # another under the same name
     rejected(lambda: prepare("a", tokenizer=kind, end_of_text="<|bos|>"), "from other inputs")

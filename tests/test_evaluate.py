@@ -307,15 +307,16 @@ def test_an_embedded_task_through_the_harness(library, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "ROOT", library)
     lm = tiny()
     assert run(out := make_run(tmp_path / "run", lm), limit=6).code == 0
-    right = 0
-    for q in tasks.embedded(tasks.EMBEDDED[1], library / "data" / "pystdlib", 6)["custom_dataset"]()["test"]:
-        spaces = len(q["context"]) - len(q["context"].rstrip())
-        cut = len(q["context"]) - spaces
-        scores = [direct(lm, list(q["context"][:cut].encode()), list((q["context"][cut:] + c).encode()))[0]
-                  for c in q["choices"]]
-        right += scores.index(max(scores)) == q["answer"]
-    results = recorded(out)["results"][tasks.EMBEDDED[1]]
-    assert results["acc"] == right / 6 and results["chance"] == 0.25
+    for task, results in recorded(out)["results"].items():
+        right = 0
+        for q in tasks.embedded(task, library / "data" / "pystdlib", 6)["custom_dataset"]()["test"]:
+            spaces = len(q["context"]) - len(q["context"].rstrip())
+            cut = len(q["context"]) - spaces
+            scores = [direct(lm, list(q["context"][:cut].encode()), list((q["context"][cut:] + c).encode()))[0]
+                      for c in q["choices"]]
+            right += scores.index(max(scores)) == q["answer"]
+        assert results["acc"] == right / 6 and results["chance"] == 0.25
+    assert [task["task"] for task in tasks.named(task, library / "data" / "pystdlib")] == [task]
 
 
 def test_table_2_stands_beside_the_papers():

@@ -756,6 +756,8 @@ def test_the_flops_of_a_users_mixer_with_a_known_operator(monkeypatch):
 
 
 def test_the_parameters_of_a_config(capsys):
+    sizes.main([str(CONFIG / "longhorn_laptop.py"), "--dataset=none_here"])
+    assert "there is no dataset" in (said := capsys.readouterr()).err and "--vocab_size=" in said.err
     sizes.main([str(CONFIG / "longhorn_laptop.py"), "--vocab_size=256", "--n_layer=6"])
     assert re.search(r"^longhorn +6 x 192 +2\.92M ", capsys.readouterr().out, re.M)
 

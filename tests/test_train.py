@@ -1127,8 +1127,8 @@ def test_weights_are_of_the_same_vocabulary_under_another_name(whole, out):
     config.overrides = {}
     initial = checkpoint.Initial(config)
     initial.meta |= {"tokenizer": "hf:a", "table": "one"}
-    with pytest.raises(ConfigError, match="its table differs"):
-        initial.load(LM(config), mock.Mock(meta={"tokenizer": "hf:a", "table": "other"}))
+    with pytest.raises(ConfigError, match="its table differs.*'hf:a', 'hf:b'"):
+        initial.load(LM(config), mock.Mock(meta={"tokenizer": "hf:b", "table": "other"}))
     assert "weights from" in initial.load(LM(config), mock.Mock(meta={"tokenizer": "hf:b", "table": "one"}))
 
 

@@ -5,7 +5,6 @@ config/, next to the counts in the paper's Table 1.
     python tools/parameters.py config/longhorn_laptop.py --n_layer=6    # of train.py's settings
 """
 
-import contextlib
 import dataclasses
 import itertools
 import sys
@@ -17,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import configurator  # noqa: E402
 import families  # noqa: E402, F401
-from common.errors import ConfigError, main_error  # noqa: E402
+from common.errors import main_error  # noqa: E402
+from data.prepared import DataError  # noqa: E402
 from inspection import counting  # noqa: E402
 from model import FAMILIES, LM, ModelConfig  # noqa: E402
 from train import TrainConfig, open_data  # noqa: E402
@@ -43,11 +43,14 @@ def config_settings(family, size):
 
 def shapes(argv):
     """Yields (family, size, {setting: value} of a ModelConfig): that of argv, or else every family at every size."""
-    config = configurator.load(TrainConfig, argv)
+    config = configurator.load(TrainConfig, argv, doc=__doc__)
     if argv:
-        with contextlib.suppress(ConfigError):  # without the data: GPT-2's vocabulary
-            open_data(config, "cpu")
-        config.vocab_size = config.vocab_size or ModelConfig.vocab_size
+        try:
+            if not config.vocab_size:
+                open_data(config, "cpu")
+        except DataError as error:
+            config.vocab_size = ModelConfig.vocab_size
+            print(f"{error}: counted with GPT-2's vocabulary, --vocab_size={config.vocab_size}", file=sys.stderr)
         settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)}
         yield config.pattern or config.model, f"{config.n_layer} x {config.n_embd}", settings
         return
@@ -56,11 +59,10 @@ def shapes(argv):
 
 
 def main(argv):
-    rows = list(shapes(argv))  # or raises, before anything is printed
+    with torch.device("meta"):
+        rows = [(family, size, LM(ModelConfig(**settings))) for family, size, settings in shapes(argv)]
     print("family          size       parameters   Table 1    off  FLOPs/token  state at block_size")
-    for family, size, settings in rows:
-        with torch.device("meta"):
-            lm = LM(ModelConfig(**settings))
+    for family, size, lm in rows:
         count, paper = counting.parameter_count(lm)["total"], TABLE1.get(family.removesuffix("_released"), {}).get(size)
         beside = f"{paper / 1e6:8.1f}M {count / paper - 1:+6.1%}" if paper else f"{'-':>9} {'-':>6}"
         print(f"{family:15} {size:8} {count / 1e6:11.2f}M {beside} "

@@ -111,8 +111,8 @@ def characters_to_train_on(chars, fraction):
     """Of so many characters of few documents; the rest is held out. Raises DataError if that is nearly none."""
     held_out = int(chars * fraction) if fraction else min(chars // 10, MOST_HELD_OUT)
     if not 2 <= held_out <= chars - 2:
-        raise DataError(f"{chars:,} characters are too few to hold out {held_out:,} of them, and at least 2: add "
-                        "text, or choose another --val_fraction")
+        raise DataError(f"{chars:,} characters are too few: {held_out:,} would be held out, where at least 2 must be, "
+                        "and 2 must stay: add text, or choose another --val_fraction")
     print(f"few documents: the last {held_out:,} of {chars:,} characters are held out, or what --val_fraction says",
           file=sys.stderr)
     return chars - held_out

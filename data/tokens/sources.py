@@ -305,7 +305,7 @@ def lines_of(chunks):
     yield rest
 
 
-NESTED = "of a nested value make a column: jq -c '{text: .a.b}' in.jsonl > out.jsonl"
+NESTED = "make a column of a nested value first: jq -c '{text: .a.b}' in.jsonl > out.jsonl"
 
 
 def has_no(column, columns):

@@ -49,6 +49,7 @@ class RecallConfig(train.TrainConfig):
     train_examples: Count = 100_000  # generated once, seen in every epoch
     test_examples: Count = 3000  # per evaluation
     dataset: str = "recall"  # not used: examples are generated
+    out_dir: str = ""  # folder for the records; empty: out/recall_ and the settings
     seed: Seed = 1  # of the weights, the examples, their order and the dropout
     # --- training
     batch_examples: Whole = 0  # per optimiser step; 0: the benchmark's, 512 up to T = 128, then 65536 / T

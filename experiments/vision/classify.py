@@ -47,6 +47,7 @@ from runtime import checkpoint, distributed  # noqa: E402
 class VisionConfig(train.TrainConfig):
     # --- run
     task: Literal["images"] = "images"  # marks config files for image classification
+    out_dir: str = ""  # folder for the records; empty: out/<name of the last config file>
     # --- model
     model: str = "vil"  # family: vil (Longhorn), vim (Mamba) or vit (attention)
     directions: Literal["separate", "shared", "forward"] = "separate"  # for vil and vim, see classify.py
