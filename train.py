@@ -95,7 +95,7 @@ class TrainConfig(ModelConfig):
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products; auto: bfloat16 if it is fast here
     compile: bool = False  # torch.compile: slower to start, faster per step
-    graphs: bool = False  # replay micro-batches below 16,384 tokens as a CUDA graph; not timed yet
+    graphs: bool = False  # replay micro-batches as a CUDA graph, where Python is slower; not timed yet
     parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"  # replicas, shards, or shards within each machine
     recompute: Literal["none", "block", "every_other"] = "none"  # layers whose activations are recomputed in backward
     timeout_minutes: Minutes = 10.0  # how long processes wait for each other before giving up

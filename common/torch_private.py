@@ -86,6 +86,22 @@ def average_gradients(model, average):
     model.require_backward_grad_sync = average
 
 
+def averages_gradients(model):
+    """Whether the next backward averages gradients over processes."""
+    return getattr(model, "require_backward_grad_sync", False)
+
+
+def record_averaging():
+    """From PyTorch 2.13 on a DistributedDataParallel has autograd nodes of its own: let CUDA graphs record these too.
+    Holds for the whole process."""
+    if hasattr(torch.autograd.graph, "set_override_stale_capture_stream"):
+        torch.autograd.graph.set_override_stale_capture_stream(True)
+
+
+# Set a list of tensors to zero, a GPU's by a few kernels and not one for each tensor
+set_to_zero = torch._foreach_zero_
+
+
 def map_tensors(function, tree):
     """Apply function to every tensor in `tree`, nested lists, tuples and dicts."""
     from torch.utils._pytree import tree_map_only

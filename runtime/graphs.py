@@ -5,17 +5,19 @@
 A graph reads x and y from fixed tensors, and adds gradients at fixed addresses. Clipping and the optimiser's step stay
 as they are. So does a micro-batch of another shape or weight than the first, and with ddp the last of each step, whose
 backward averages gradients. At the start the first micro-batch is both computed and replayed: the losses must be equal.
+If its loss or gradients are not finite, that of the next step is recorded.
 """
 
 import torch
 from torch import cuda
+from torch.nn.parallel import DistributedDataParallel
 
+from common import torch_private
 from common.errors import ConfigError, is_out_of_memory
 from runtime import checkpoint, distributed
 
 GPU = "cuda"
 WARM_UPS = 3  # micro-batches before a graph is recorded: libraries load, compile and tune in the first
-MOST_TOKENS = 16384  # of a micro-batch; with as many, kernels take longer than Python takes to launch them
 TOLERANCE = 1e-3  # of the gradients' norm: PyTorch's attention adds some of them in any order
 
 
@@ -40,15 +42,9 @@ def why_not(model, config):
         "layers are computed again in the backward: use --recompute=none": config.recompute != "none",
         "the number of documents differs: use --documents=join": config.documents == "pack",
         "the model has buffers, which its forward may change": next(model.buffers(), None) is not None,
-        f"micro-batches of {tokens:,} tokens keep a GPU busy: below {MOST_TOKENS:,} they help": tokens >= MOST_TOKENS,
         "a process has one micro-batch per step, whose backward averages gradients: use a smaller --micro_batch_size":
-            averages(model) and config.batch_tokens <= tokens * distributed.world_size()}
+            torch_private.averages_gradients(model) and config.batch_tokens <= tokens * distributed.world_size()}
     return next((words for words, applies in reasons.items() if applies), None)
-
-
-def averages(model):
-    """Whether the next backward averages gradients over processes."""
-    return getattr(model, "require_backward_grad_sync", False)
 
 
 class Graph:
@@ -60,8 +56,8 @@ class Graph:
         self.gradients = {}  # parameter -> its gradient, at one address from the first micro-batch on
 
     def __call__(self, x, y, weight):
-        last = averages(self.model)
-        if self.kind is None and not last:
+        last = torch_private.averages_gradients(self.model)
+        if self.kind is None and not last and all(p.grad is None for p in self.model.parameters()):
             self.record(x, y, weight)
         self.hold_gradients()
         if last or self.kind != (x.shape, y.shape, weight):
@@ -70,8 +66,8 @@ class Graph:
 
     def hold_gradients(self):
         """In a step's first micro-batch, set the gradients to zero where the graph adds to them."""
-        if any(p.grad is None for p in self.gradients):
-            torch._foreach_zero_(list(self.gradients.values()))
+        if self.gradients and next(iter(self.gradients)).grad is None:
+            torch_private.set_to_zero(list(self.gradients.values()))
             for p, gradient in self.gradients.items():
                 p.grad = gradient
 
@@ -82,8 +78,9 @@ class Graph:
         return self.loss
 
     def record(self, x, y, weight):
-        """Record the graph, and compare it with `compute`. Leaves no gradients, and random generators as they were.
-        Raises ConfigError if there can be no graph, or it computes something else."""
+        """Record the graph, and compare it with `compute`, unless this micro-batch is not finite. There must be no
+        gradients, and those after it are zero; random generators are as they were. Raises ConfigError if there can be
+        no graph, or it computes something else."""
         before = checkpoint.rng_state()
         side = cuda.Stream()
         side.wait_stream(cuda.current_stream())
@@ -92,13 +89,17 @@ class Graph:
                 self.model.zero_grad(set_to_none=True)
                 checkpoint.set_rng_state(before)
                 loss = self.compute(x, y, weight)
-        expected = [p.grad for p in self.model.parameters() if p.grad is not None]
-        self.gradients = {p: torch.empty_like(p.grad) for p in self.model.parameters() if p.grad is not None}
+        expected = {p: p.grad for p in self.model.parameters() if p.grad is not None}
+        size = torch.nn.utils.get_total_norm(expected.values())
+        if not (loss.isfinite() and size.isfinite()):
+            self.start_anew(before)
+            return
+        self.gradients = {p: torch.empty_like(gradient) for p, gradient in expected.items()}
         self.start_anew(before)
         self.x, self.y = torch.zeros_like(x), torch.zeros_like(y)
         self.graph = cuda.CUDAGraph()
-        if hasattr(torch.autograd.graph, "set_override_stale_capture_stream"):  # PyTorch 2.13: ddp has nodes of its own
-            torch.autograd.graph.set_override_stale_capture_stream(True)
+        if isinstance(self.model, DistributedDataParallel):
+            torch_private.record_averaging()
         try:
             with cuda.graph(self.graph, stream=side, capture_error_mode="thread_local"):
                 self.loss = self.compute(self.x, self.y, weight)
@@ -109,9 +110,9 @@ class Graph:
             raise ConfigError(f"graphs: this model cannot be recorded ({first}): use --graphs=False") from None
         self.start_anew(before)
         self.replay(x, y)
-        size = torch.nn.utils.get_total_norm(expected)
-        torch._foreach_sub_(expected, list(self.gradients.values()))
-        error = torch.nn.utils.get_total_norm(expected)
+        for p, gradient in expected.items():
+            gradient -= self.gradients[p]
+        error = torch.nn.utils.get_total_norm(expected.values())
         if not (torch.equal(loss, self.loss) and error <= TOLERANCE * size):
             raise ConfigError(f"graphs: replayed, a micro-batch has the loss {self.loss:.9g}, not {loss:.9g}, and its "
                               f"gradients differ by {error / size:.1g}: use --graphs=False")

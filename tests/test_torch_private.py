@@ -3,6 +3,8 @@
 test_optim.py compares `muon` with torch.optim.Muon; every operator with a gradient goes through `fast_apply`.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -56,15 +58,28 @@ def test_the_switch_of_ddp_is_that_of_no_sync(tmp_path):
         torch_private.average_gradients(ddp, True)
         with ddp.no_sync():
             assert off == state()
-        assert off != state()
+        assert off != state() and torch_private.averages_gradients(ddp)
+        torch_private.average_gradients(ddp, False)
+        assert not torch_private.averages_gradients(ddp)
     finally:
         dist.destroy_process_group()
+
+
+def test_graphs_record_what_averages_gradients(monkeypatch):
+    switch = mock.Mock()
+    monkeypatch.setattr(torch.autograd.graph, "set_override_stale_capture_stream", switch,
+                        raising=torch.__version__ >= "2.13")
+    torch_private.record_averaging()
+    switch.assert_called_once_with(True)
 
 
 def test_what_stands_for_a_public_function():
     torch_private.assert_async(torch.tensor(True), "right")
     with pytest.raises(RuntimeError, match="wrong"):
         torch_private.assert_async(torch.tensor(False), "wrong")
+    zeros = [torch.ones(2), torch.ones(3)]
+    torch_private.set_to_zero(zeros)
+    assert not any(a.any() for a in zeros)
     tree = {"a": [torch.ones(2), None], "b": (1, torch.zeros(1))}
     mapped = torch_private.map_tensors(lambda a: a + 1, tree)
     assert mapped["a"][1] is None and mapped["b"] == (1, torch.ones(1))
