@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from common.errors import printable
 from runtime.loss_curve import save_figure
 
 STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
@@ -38,6 +39,9 @@ class Curve:
     high: list = ()
     line: str = "o-"
 
+    def __post_init__(self):
+        self.label = printable(self.label)  # Matplotlib warns of a control character, and sends it to the terminal
+
 
 @dataclass
 class Panel:
@@ -52,6 +56,9 @@ class Panel:
     curves: list
     log: str = ""
     marks: tuple = ()
+
+    def __post_init__(self):
+        self.title, self.x, self.y = map(printable, (self.title, self.x, self.y))
 
 
 def name_of(model):

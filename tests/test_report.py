@@ -13,6 +13,7 @@ import random
 import re
 import shutil
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 from statistics import fmean, stdev
@@ -135,7 +136,7 @@ def whole(tmp_path_factory):
     folder.mkdir()
     make_sweep(folder, models=["longhorn", "retnet", "gla", "mamba", EVIL])
     (folder / "gla_460K_1024steps_lr0.004_seed1003/result.json").write_text('{"model": "gl')
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as said, warnings.catch_warnings(action="error"):
         paths = report.write(folder)
     assert "\x1b" not in said.getvalue() + paths["md"].read_text()
     return folder, paths, read_report(paths)[0], paths["html"].read_text()
@@ -694,7 +695,12 @@ def test_figures_take_a_style_of_ones_own(tmp_path):
     make_sweep(tmp_path, **SMALL)
     plain = report.write(tmp_path)["png"].read_bytes()
     (tmp_path / "mine.mplstyle").write_text("axes.facecolor: yellow\n")
+    (tmp_path / "styled").mkdir()
+    (precious := tmp_path / "precious").write_text("kept")
+    for name in ("report.md", "report.html", "report.png", "report.json", "points.csv", "pairs.csv"):
+        (tmp_path / "styled" / name).symlink_to(precious)
     styled = report.write(tmp_path, tmp_path / "styled", style=tmp_path / "mine.mplstyle")
+    assert precious.read_text() == "kept" and (tmp_path / "styled" / "report.md").read_text().startswith("# Scaling")
     assert styled["png"].read_bytes() != plain
     with pytest.raises(ConfigError, match="there is no such file"):
         report.write(tmp_path, style=tmp_path / "no.mplstyle")
