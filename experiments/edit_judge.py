@@ -25,7 +25,7 @@ import train  # noqa: E402
 from evaluation.validation import Evaluate, by_document  # noqa: E402
 from runtime import checkpoint, distributed  # noqa: E402
 
-DOCUMENTS, ROWS = 4, 64  # from the first on; windows
+TOKENS, ROWS = 2**16, 64  # of documents, from the first on; windows
 
 
 def main(folder, argv):
@@ -45,7 +45,9 @@ def main(folder, argv):
 
     model.forward = lambda x, y, loss_only: (None, of_tokens(x, y).sum() / (y != -1).sum())
     judge = Evaluate(config, data)
-    plain, _, counts = judge.loss(model, by_document(judge.final_windows, data)[:DOCUMENTS])
+    documents = by_document(judge.final_windows, data)
+    ends = np.cumsum([windows[:, 1].sum() for windows in documents])
+    plain, _, counts = judge.loss(model, documents[:np.searchsorted(ends, TOKENS) + 1])
     losses = json.loads((folder / "result.json").read_text())["val_document_losses"]
     reported = np.average(losses[:len(counts)], weights=counts)
     x, y = next(data.eval_batches(judge.final_windows, 0, 1, ROWS))

@@ -415,12 +415,13 @@ def unpacked(saved, cell):
     if "left_out" in cell:
         raise BadRecord(cell["left_out"])
     with fields():
-        columns = cell.pop("eval")
+        config = {**cell}
+        columns = config.pop("eval")
         for section, shared in saved["shared"].items():
-            cell[section] = shared | cell[section]
-        cell["environment"]["code_files"] = saved["code_files"][cell["environment"]["code"]]
+            config[section] = shared | cell[section]
+        config["environment"]["code_files"] = saved["code_files"][config["environment"]["code"]]
         evaluations = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        return Records(cell.pop("result"), cell, evaluations)
+        return Records(config.pop("result"), config, evaluations)
 
 
 def save(source, path):

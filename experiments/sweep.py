@@ -556,24 +556,30 @@ class Sweep(Experiment):
         check_settings(expected)
         if not self.args.dry_run:
             check_data(expected)
-        self.about()
+        self.check_sizes(before)
         estimate(expected)
         return expected
 
-    def about(self):
+    def sizes(self):
+        """{label: settings} of the chosen sizes."""
+        return {label: [*size.argv] for label, size in self.preset.sizes.items()}
+
+    def check_sizes(self, before):
         """Raises ConfigError where an earlier command had another size of a label."""
-        args = self.args
-        before = runner.read_plan(self.folder, new=True)
-        sizes = {label: [*size.argv] for label, size in self.preset.sizes.items()}
         known = before.get("sizes", {})
-        for label, argv in sizes.items():
-            if label in known and known[label] != argv:
+        for label, argv in self.sizes().items():
+            if known.get(label, argv) != argv:
                 raise ConfigError(f"{self.folder} has a size {label} of {' '.join(known[label])}: choose another label "
                                   "or --out")
+
+    def about(self):
+        args = self.args
+        before = runner.read_plan(self.folder, new=True)
         command = shlex.join(["python", self.script, *sys.argv[1:]])
         is_paper = args.command == "paper" and not (args.steps or args.sizes or args.others)
         return {"preset": args.command, "paper": is_paper and before.get("paper", True), "warmup": self.preset.warmup,
-                "models": list(dict.fromkeys([*before.get("models", ()), *self.preset.models])), "sizes": known | sizes,
+                "models": list(dict.fromkeys([*before.get("models", ()), *self.preset.models])),
+                "sizes": before.get("sizes", {}) | self.sizes(),
                 "commands": list(dict.fromkeys([*before.get("commands", ()), command]))}
 
     def work(self, planned):

@@ -15,13 +15,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import TINY, copied_tree
+from helpers import TINY, arguments, copied_tree, run_python, succeed
 from scipy import stats
 
 from common.files import write_text
 from experiments import compare, edit, edit_probe, edit_simulation, figures
 from experiments.sweeps import engines
 from runtime import records as runtime_records
+from runtime.records import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAW = figures.draw
@@ -305,6 +306,18 @@ def test_the_probe_counts_the_vocabulary_of_the_data(tmp_path, monkeypatch, caps
         edit_probe.main(["config/longhorn_laptop.py", *tiny, f"--dataset={dataset}"], tmp_path)
         about = json.loads(capsys.readouterr().out)
         assert about["draws"]["embed.weight"][0] == 32 * tokens and about["dataset"] == dataset
+
+
+def test_the_judge_reads_all_of_a_few_short_documents(tmp_path, data):
+    argv = arguments(data, tmp_path / "run", max_iters=1, backend="torch")
+    succeed(argv)
+    record = json.loads((tmp_path / "run/result.json").read_text())
+    losses, tokens = record["val_document_losses"], record["val_document_tokens"]
+    losses[-1] += 1  # a mistake in the last document alone
+    write_json(tmp_path / "run/result.json", record)
+    said = run_python("experiments/edit_judge.py", tmp_path / "run", *argv)
+    nats = json.loads(said.stdout)
+    assert nats["reported"] - nats["plain"] == pytest.approx(tokens[-1] / sum(tokens), abs=1e-4)
 
 
 def test_several_edits_share_heads_runs_and_one_error_and_are_ranked(repo, run):

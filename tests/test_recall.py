@@ -404,6 +404,12 @@ def test_a_bad_record_is_named_and_left_out(tmp_path, section, changes, word):
     assert word in runs[runs.run == bad].left_out.item() and (runs.left_out == "").sum() == 70
 
 
+def test_a_run_of_a_saved_sweep_can_be_read_twice():
+    _, runs = records.load(RESULTS / "recall_steps.json")
+    read = next(iter(runs.values()))
+    assert read() == read()
+
+
 @pytest.mark.parametrize("name", ["laptop", "steps"])
 def test_each_number_of_a_page_is_that_of_its_records(name, tmp_path):
     """Of one width, with a line of seeds per mixer, and of several."""
