@@ -380,7 +380,9 @@ class Check:
             if set(row.needs.split()) <= self.has:
                 worst = max(worst, self.compare(row), key=lambda gap: gap.error)
                 agreed[row.kind.words.format(**self.words)] = None
-        return f"{', '.join(filter(None, agreed))} agree to {worst.error:.0e} ({worst.allowed:.0e} allowed)"
+        without = dict.fromkeys(type(b.mixer).__name__ for _, b in self.toy.branches() if not b.has_state)
+        left_out = f"; state left out: {', '.join(without)} keeps none" if without else ""
+        return f"{', '.join(filter(None, agreed))} agree to {worst.error:.0e} ({worst.allowed:.0e} allowed){left_out}"
 
     def in_16_bits(self):
         """How well the operators agree. Raises ConfigError for the first row of IN_16_BITS whose sides differ."""

@@ -142,6 +142,10 @@ STOPS = {  # what is edited: (family, function, line, instead, what the start sa
     # training or evaluation
     "a norm in training": ("gla", "model.RMSNorm.forward", "return", "return (1.1 if self.training else 1) *",
                            "self-check: model.py: RMSNorm.forward in training and in eval mode disagree", {}),
+    "the first row in eval mode": (
+        "gla", "model.SwiGLU.forward", "self.w3(x))",
+        "self.w3(x) * torch.tensor([1 if self.training else 1.05, *[1] * (len(x) - 1)]).view(-1, 1, 1))",
+        "self-check: model.py: SwiGLU.forward (SwiGLU) in training and in eval mode disagree", {}),
     "plain operators only": ("gla", "model.GLA.forward", "y = self.out",
                              "y = (1.1 if self.backend == 'torch' else 1) * self.out",
                              "model.py: GLA.forward (GLA) with --backend=(empty) and with --backend=torch", {}),
@@ -314,6 +318,7 @@ def test_a_mixer_with_only_forward_or_sizes_of_its_own_starts(mixer, sizes, monk
     line = self_check(model_of("mine", **sizes))
     assert "native and plain operators" in line
     assert ("whole sequences and states" in line) == (mixer is WideHeads)
+    assert (f"; state left out: {mixer.__name__} keeps none (" in line) == (mixer is not WideHeads)
 
 
 @pytest.mark.parametrize("target, line, instead, settings", [
