@@ -822,7 +822,7 @@ NO_TOKENS = """
 --files a.csv                            1 ending in .csv (a.csv): --endings=.md says what else is text; tables, PDFs
 --files empty.txt                        nothing to read
 --files pipe                             pipe is neither a file nor a folder
---files a.jsonl --val_fraction=1e-9      hold out 0
+--files a.jsonl --val_fraction=1e-9      0 would be held out
 --out=. --files .                        --out . is inside --files
 --out=a.csv --files a.jsonl              cannot write to a.csv
 --files one.jsonl --shuffle=1            1 documents
