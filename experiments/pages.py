@@ -22,11 +22,12 @@ HTML = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">
 <style>
 :root {{ color-scheme: light dark }}
-body {{ margin: 0 auto; max-width: 66rem; padding: 1rem; font: 16px/1.5 system-ui, sans-serif }}
+body {{ margin: 0 auto; max-width: 75rem; padding: 1rem; font: 16px/1.5 system-ui, sans-serif }}
 p, ul {{ max-width: 46rem; overflow-wrap: break-word }}
 table {{ display: block; overflow-x: auto; border-collapse: collapse; font-size: .875rem }}
 th, td {{ padding: .35rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8886 }}
-th:first-child, td:first-child {{ text-align: left }} img {{ max-width: 100% }}
+th {{ white-space: normal }} th:first-child, td:first-child {{ text-align: left }}
+p:has(img) {{ max-width: none; overflow-x: auto }} img {{ width: 100%; min-width: 56rem; max-width: max-content }}
 </style></head><body>
 {body}</body></html>
 """
