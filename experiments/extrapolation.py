@@ -21,8 +21,7 @@ its state. Where it runs out, that length and longer ones are left out.
 
 A lower loss at a longer T says little about a long memory: of a short T's tokens more stand near a beginning, where
 nothing can be known yet. More telling is the loss of the same tokens in the longest T minus their loss when cut at the
-training length, place by place: then no easy stretch of text can look like memory. The state's norm at both lengths is
-given too; by itself it explains no failure: RWKV's grows as DeltaNet's does, and its loss does not rise.
+training length, place by place: then no easy stretch of text can look like memory.
 
 LLaMA is read a second time with its attention limited to the training length (family swa, the same weights): where that
 holds its loss, it was not the text that had become harder, but positions that training had never shown.
@@ -45,7 +44,7 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.measure import Peak, in_one_line, new_record, record_file, write_record  # noqa: E402
+from bench.measure import in_one_line, new_record, record_file, write_record  # noqa: E402
 from common.errors import ConfigError, is_out_of_memory  # noqa: E402
 from configurator import Count, Whole  # noqa: E402
 from data.prepared import Tokens, find_dataset  # noqa: E402
@@ -53,14 +52,11 @@ from experiments import extrapolation_report, sweep  # noqa: E402
 from experiments.extrapolation_report import in_words, mean_and_error  # noqa: E402
 from experiments.sweeps.experiment import Experiment, Report, Run  # noqa: E402
 from experiments.sweeps.runner import Cell  # noqa: E402
-from inspection.counting import initial_tensors  # noqa: E402
-from mixers import RWKV4TimeMix  # noqa: E402
-from model import LM, tensors_of  # noqa: E402
+from model import LM  # noqa: E402
 from runtime.distributed import named_device, pick_dtype  # noqa: E402
 from runtime.records import fields, read_json  # noqa: E402
 from sample import load_model  # noqa: E402
 
-NORM_SEQUENCES = 8  # at most, whose states are measured
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv", "deltanet")  # the last for Section 5.4
 STEPS = ("deltanet", "deltanet@step=implicit", "deltanet@step=exact", "deltanet@normalize_keys=false",
          "deltanet@step=implicit,normalize_keys=false", "deltanet@step=exact,normalize_keys=false")
@@ -142,7 +138,7 @@ def in_bins(losses):
 
 @torch.no_grad()
 def read(lm, x, y, chunk):
-    """(losses (B, T) in nats, float64 on the CPU; the state at the end) for x and y (B, T) of tokens."""
+    """The losses (B, T) in nats, float64 on the CPU, of x and y (B, T) of tokens."""
     device = lm.embed.weight.device
     state, losses = lm.initial_state(len(x)), []
     for part, following in zip(x.split(chunk, 1), y.split(chunk, 1), strict=True):
@@ -150,59 +146,18 @@ def read(lm, x, y, chunk):
         piece = F.cross_entropy(logits.float().flatten(0, 1), following.to(device).flatten(), reduction="none")
         del logits  # otherwise it would stay beside the next part's
         losses.append(piece.view(part.shape).double().cpu())
-    return torch.cat(losses, 1), state
-
-
-def recurrent(branch, state):
-    """The recurrence's part of a branch's state, (B, ...), or None.
-
-    Left out are what grows with the text (a cache), and the last tokens that convolutions and token shifts look back
-    at. RWKV-4 keeps numerator and denominator over a common exponent that moves; its output depends on their ratio.
-    """
-    if isinstance(branch.mixer, RWKV4TimeMix):
-        return state[1] / state[2]
-    first = initial_tensors(branch.mixer)
-    if not first or first[-1].dim() < 3 or 0 in first[-1].shape:
-        return None
-    return tensors_of(state)[-1]
+    return torch.cat(losses, 1)
 
 
 def read_length(lm, rows, T, chunk, batch_size):
-    """Read K rows (K, M + 1) of tokens as K M / T sequences of length T.
+    """The losses (K, M) in nats, float64, of K rows (K, M + 1) of tokens, read as K M / T sequences of length T.
 
     A T below the chunk is read more at once than `batch_size`, so that a call has as many tokens whatever T is.
-
-    Returns: the losses of all tokens in nats, (K, M) float64, and the bytes of one sequence's state at its end.
     """
     at_once = batch_size * max(1, chunk // T)
     x, y = (tokens.reshape(-1, T).split(at_once) for tokens in (rows[:, :-1], rows[:, 1:]))  # (at_once, T) each
-    losses = []
-    for part, following in zip(x, y, strict=True):
-        piece, state = read(lm, part, following, chunk)
-        losses.append(piece)
-        held = sum(tensor.nbytes for tensor in tensors_of(state)) // len(part)
-        del state
-    return torch.cat(losses).view(len(rows), -1).numpy(), held
-
-
-def state_norms(lm, rows, positions, chunk):
-    """{'0 Longhorn': {'positions', 'rms'}} of every branch with a recurrence, after that many tokens of the rows.
-
-    rms: the root mean square of a row's state, its mean over the rows.
-    """
-    norms = {}
-    for end in positions:
-        _, states = read(lm, rows[:, :end], rows[:, 1:end + 1], chunk)
-        for i, ((_, branch), state) in enumerate(zip(lm.branches(), sum(states, []), strict=True)):
-            state = recurrent(branch, state)
-            if state is not None:
-                rms = state.double().flatten(1).square().mean(1).sqrt().mean().item()
-                entry = norms.setdefault(f"{i} {type(branch.mixer).__name__}", {"positions": [], "rms": []})
-                entry["positions"].append(end)
-                entry["rms"].append(rms)
-        if not norms:
-            break  # attention keeps a cache only
-    return norms
+    losses = [read(lm, part, following, chunk) for part, following in zip(x, y, strict=True)]
+    return torch.cat(losses).view(len(rows), -1).numpy()
 
 
 # --------------------------------------------------------------------------------------------------------- a checkpoint
@@ -227,34 +182,26 @@ def summary(losses, T, reference=None):
 
 
 def measure(lm, rows, lengths, trained, chunk, batch_size):
-    """([a record per length], state norms at the longest) of rows (K, M + 1) of tokens; trained: the training length.
-    From the length on for which memory runs out there are no records, and no norms."""
-    measured, reference, device = [], None, lm.embed.weight.device
+    """A record per length of rows (K, M + 1) of tokens; trained: the training length. From the length on for which
+    memory runs out there are none."""
+    measured, reference = [], None
     base = trained if trained in lengths else lengths[0]
-    few = min(chunk, lengths[0])
-    read_length(lm, rows[:1, : few + 1], few, chunk, 1)  # what is built, loaded and started once is not in the times
     for T in lengths:
-        peak, began = Peak(device), time.perf_counter()
         try:
-            losses, held = read_length(lm, rows, T, chunk, batch_size)
+            losses = read_length(lm, rows, T, chunk, batch_size)
         except (RuntimeError, MemoryError) as error:
             if not (measured and is_out_of_memory(error)):
                 raise
             print(f"  {T:7} and longer left out: memory ran out ({in_one_line(error)}): take a smaller --batch_size "
                   f"({batch_size}) or --chunk ({chunk})")
-            return measured, {}
+            break
         row = summary(losses, T, reference)
         if T == base:
             reference = T, losses
-        seconds = time.perf_counter() - began
-        row |= {"state_bytes_per_sequence": held, "seconds": seconds, "tokens_per_second": row["tokens"] / seconds,
-                "peak_bytes": peak.bytes()}
         measured.append(row)
         print(f"  {T:7}  loss {row['loss']:.4f} +- {row['loss_standard_error']:.4f}, "
-              f"perplexity {row['perplexity']:.3f}, {row['tokens_per_second']:,.0f} tokens/s", flush=True)
-    every = -(-len(rows) // NORM_SEQUENCES)
-    ends = sorted({min(trained, lengths[-1]), lengths[-1]})
-    return measured, state_norms(lm, rows[::every], ends, chunk)
+              f"perplexity {row['perplexity']:.3f}", flush=True)
+    return measured
 
 
 def limited(lm, window):
@@ -314,12 +261,12 @@ def evaluate(folder, args, run):
     for name, model in models.items():
         print(f"{name}, trained at {trained}: {in_words(text)}, {args.chunk} tokens at a time", flush=True)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False):
-            results, norms = measure(model, rows, lengths, trained, args.chunk, batch_size)
+            results = measure(model, rows, lengths, trained, args.chunk, batch_size)
         record = new_record("extrapolation", family=lm.config.pattern or lm.config.model, run=name)
         ran_on = torch.cuda.get_device_name() if device.type == "cuda" else record["environment"]["cpu"]
         records.append(record | {
             "device": ran_on, "threads": torch.get_num_threads(), "dtype": str(dtype).removeprefix("torch."),
-            "chunk": args.chunk, "batch_size": batch_size, "text": text, "lengths": results, "state_norms": norms,
+            "chunk": args.chunk, "batch_size": batch_size, "text": text, "lengths": results,
             "checkpoint": checkpoint, "finished": True, "seconds": time.perf_counter() - began})
     return records
 

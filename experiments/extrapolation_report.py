@@ -16,10 +16,6 @@ PERPLEXITY = """\
 Perplexity; in brackets the loss minus the loss at the training length (or else the shortest), in nats, paired, with its
 standard error over seeds, as for the loss, or over sequences where there is one seed. In the figure, training lengths
 are dashed, and the bands are these errors."""
-COSTS = {"run": "{name}", "T": "{length}", "state at the shortest T, MiB per sequence": "{first_state:.3f}",
-         "at this T": "{state:.3f}", "peak, MiB": "{peak:.0f}", "tokens/s": "{tokens_per_second:,.0f}",
-         "RMS of the state at the training length": "{rms_trained:.3g}", "RMS at this T": "{rms:.3g}"}
-MIB = 2**20
 
 
 def in_words(text):
@@ -83,21 +79,8 @@ def differences(read):
     return rows
 
 
-def costs(name, run):
-    """What the table of memory, speed and states says of a run, at the longest length that was read."""
-    shortest = run.lengths[0]
-    x = run.lengths[-1]
-    loudest = {}  # position: largest RMS of the branches' states, NaN if one is not finite
-    for branch in run.state_norms.values():
-        for position, rms in zip(branch["positions"], np.array(branch["rms"], float), strict=True):
-            loudest[position] = np.maximum(rms, loudest.get(position, rms))
-    return {**x, "name": name, "first_state": shortest["state_bytes_per_sequence"] / MIB,
-            "state": x["state_bytes_per_sequence"] / MIB, "peak": (x["peak_bytes"] or math.nan) / MIB,
-            "rms_trained": loudest.get(run.block_size), "rms": loudest.get(x["length"])}
-
-
 def page(runs):
-    """Perplexity at each length, differences over seeds, memory and speed."""
+    """Perplexity at each length, and differences over seeds."""
     groups = {}  # name without the seed: a row per seed
     for r in runs.itertuples():
         groups.setdefault(re.sub(r", seed \d+", "", r.run), []).append(r)
@@ -112,12 +95,10 @@ def page(runs):
     about = f"{in_words(runs.text.iloc[0])}; {threads} threads, {precisions}; up to {most} training seeds each"
     if len({text["sha256"] for text in runs.text}) > 1:
         about += "; NOT all curves are of the same text: do not compare them"
-    of_first_seeds = [costs(name, seeds[0]) for name, seeds in groups.items()]
     return pages.Page([], [escaped(f"{about}.")], panels(read, {*runs.block_size}), [
         table(rows),
         PERPLEXITY,
-        table(differences(read)),
-        table(of_first_seeds, COSTS)])
+        table(differences(read))])
 
 
 def panels(read, trained):

@@ -1,4 +1,4 @@
-"""experiments/extrapolation.py: cutting text, reading it in chunks, positions, memory, norms, records."""
+"""experiments/extrapolation.py: cutting text, reading it in chunks, positions, memory, records."""
 
 import contextlib
 import dataclasses
@@ -39,8 +39,7 @@ tiny = functools.partial(helpers.tiny, **SHAPE)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, request):
-    """No figure is drawn but in one test, and memory is not searched before each length; both take long."""
-    monkeypatch.setattr("bench.measure.gc.collect", lambda: None)
+    """No figure is drawn but in one test: it takes long."""
     if request.function is not test_a_preset_is_trained_read_and_reported:
         monkeypatch.setattr(figures, "draw", lambda panels, path, style: path.touch())
 
@@ -75,7 +74,7 @@ def test_longest_sequences_stay_within_documents():
 def test_the_records_of_lengths_are_those_of_whole_passes(family, capsys):
     """Read in chunks of 24 tokens, a sequence at a time."""
     lm, rows = tiny(family), some_rows(3, 128)
-    measured, _ = ex.measure(lm, rows, [8, 64, 128], 8, 24, 1)
+    measured = ex.measure(lm, rows, [8, 64, 128], 8, 24, 1)
     losses = {}
     for row in measured:
         T = row["length"]
@@ -87,7 +86,6 @@ def test_the_records_of_lengths_are_those_of_whole_passes(family, capsys):
         assert row["losses_of_longest_sequences"] == pytest.approx(means, rel=1e-5)
         assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
         assert (row["tokens"], row["sequences"]) == (384, 384 // T)
-        assert row["state_bytes_per_sequence"] == 4 * counting.state_size(lm, T)
     change, last = losses[128] - losses[8], measured[-1]
     assert "difference" not in measured[0] and last["against"] == 8
     assert last["difference"] == pytest.approx(change.mean(), abs=1e-6)
@@ -110,34 +108,15 @@ def test_an_allocation_that_fails_ends_the_reading_there(words, is_memory, monke
 
     monkeypatch.setattr(ex, "read", fails)
     with contextlib.nullcontext() if is_memory else pytest.raises(RuntimeError, match=words):
-        (only,), states = ex.measure(tiny(), some_rows(), [16, 32, 64], 16, 16, 1)
-        assert only["length"] == 16 and states == {} and "32 and longer left out: memory ran" in capsys.readouterr().out
-
-
-# ---------------------------------------------------------------------------------------------------------------- norms
-
-@pytest.mark.parametrize("family, pick", [
-    ("longhorn", lambda s: s[1]), ("gla", lambda s: s), ("rwkv", lambda s: s[1]), ("rwkv4", lambda s: s[1] / s[2])])
-def test_norms_are_those_of_the_state(family, pick):
-    lm, rows, at = tiny(family), some_rows(), [4, 16, 40, 64]
-    norms = ex.state_norms(lm, rows, at, 24)
-    # longhorn has two mixers a layer, the others one and an MLP
-    assert [int(name.split()[0]) for name in norms] == ([0, 1, 2, 3] if family == "longhorn" else [0, 2])
-    for j, p in enumerate(at):
-        with torch.no_grad():
-            states = sum(lm(rows[:, :p], state=lm.initial_state(3))[2], [])
-        for name, entry in norms.items():
-            s = pick(states[int(name.split()[0])]).double()
-            assert entry["positions"][j] == p
-            rms = np.mean([math.sqrt((one**2).mean()) for one in s.numpy()])
-            assert entry["rms"][j] == pytest.approx(rms, rel=1e-3)
+        (only,) = ex.measure(tiny(), some_rows(), [16, 32, 64], 16, 16, 1)
+        assert only["length"] == 16 and "32 and longer left out: memory ran" in capsys.readouterr().out
 
 
 def test_limited_attention_sees_what_a_fresh_window_sees():
     """One layer: token t of a long text, limited to 16, is predicted as the last of a text of those 16 tokens alone."""
     torch.manual_seed(0)
     lm, rows = LM(ModelConfig(model="llama", **{**SHAPE, "n_layer": 1})).eval(), some_rows(2, 64)
-    losses, _ = ex.read_length(ex.limited(lm, 16), rows, 64, 20, 2)
+    losses = ex.read_length(ex.limited(lm, 16), rows, 64, 20, 2)
     for t in (15, 16, 30, 63):
         alone = token_losses(lm, rows[:, t - 15:t + 1], rows[:, t - 14:t + 2])[:, -1]
         assert losses[:, t] == pytest.approx(alone, rel=1e-4)
@@ -188,7 +167,6 @@ def test_a_preset_is_trained_read_and_reported(corpus, tmp_path, monkeypatch, ca
     rows = torch.from_numpy(np.stack([data.val[0:257], data.val[340:597]]).astype(np.int64))
     want = token_losses(tiny("llama"), rows[:, :-1], rows[:, 1:]).mean(1)
     assert llama["lengths"][-1]["losses_of_longest_sequences"] == pytest.approx(want, rel=1e-5)
-    assert llama["state_norms"] == {} and longhorn["state_norms"]["0 Longhorn"]["positions"] == [16, 256]
     page = re.sub(" +", " ", out.with_suffix(".md").read_text())
     assert "2 sequences of 256 tokens of corpus, within documents" in page and "NOT all" not in page
     assert out.with_suffix(".png").stat().st_size > 10_000
@@ -215,7 +193,7 @@ def test_a_run_read_again_takes_the_place_of_its_records(corpus, tmp_path):
     assert read("llama", "longhorn").run.tolist() == ["llama"]
     runs = read("other", "gla", "--lengths=8,4")  # shorter than the training length
     assert runs.run.tolist() == ["llama", "other"] and [x["length"] for x in runs.lengths[1]] == [4, 8]
-    assert runs.lengths[1][1]["against"] == 4 and runs.state_norms[1]["0 GLA"]["positions"] == [8]
+    assert runs.lengths[1][1]["against"] == 4
     write_folder(corpus, 500, 700, 64, documents={"val": [{"name": "a", "start": 0, "tokens": 256}]})
     assert [x["length"] for x in read("short", "gla").lengths[2]] == [16, 32, 64, 128]  # 256 need 257 tokens
 
@@ -231,7 +209,7 @@ def kept_in_results(name):
 
 
 def test_each_kind_of_number_of_a_page_is_that_of_its_record(tmp_path):
-    """By hand: means and standard errors over three seeds, or over sequences where there is one; MiB; Welch."""
+    """By hand: means and standard errors over three seeds, or over sequences where there is one; Welch."""
     page = page_of(tmp_path / "steps.json", kept_in_results("steps"))
     at, cells = {}, []
     for run in kept_in_results("steps"):
@@ -250,11 +228,6 @@ def test_each_kind_of_number_of_a_page_is_that_of_its_record(tmp_path):
     page, last = page_of(tmp_path / "laptop.json", kept_in_results("laptop")), run["lengths"][-1]
     change = f"({last['difference']:+.3f} \u00b1 {last['difference_standard_error']:.3f})"
     assert f"{math.exp(last['loss']):.3f} {change} |\n| mamba " in page
-    loud = max(branch["rms"][-1] for branch in run["state_norms"].values())
-    costs = next(line for line in page.splitlines() if line.startswith("| longhorn | 16384 |"))
-    states = [run["lengths"][at]["state_bytes_per_sequence"] / 1048576 for at in (0, -1)]
-    assert (f"| 16384 | {states[0]:.3f} | {states[1]:.3f} | {last['peak_bytes'] / 1048576:.0f} | "
-            f"{last['tokens_per_second']:,.0f} | ") in costs and costs.endswith(f" {loud:.3g} |")
 
 
 def test_a_page_says_what_is_missing_or_not_comparable(tmp_path):
@@ -269,9 +242,8 @@ def test_a_page_says_what_is_missing_or_not_comparable(tmp_path):
     assert all(new in page for new in ("AMD EPYC, NVIDIA H100;", "bfloat16 and float16;", " to 2026-12-01;"))
     for x in longhorn["lengths"]:
         x |= {"loss": None, "loss_standard_error": None}  # it diverged
-    longhorn["state_norms"]["0 Longhorn"]["rms"][-1] = None
     page = page_of(tmp_path / "edited.json", [longhorn])
-    assert "| longhorn | 256 | nan" in page and re.search(r"\| longhorn \| 16384 .* nan \|\n", page)
+    assert "| longhorn | 256 | nan" in page
 
 
 @pytest.mark.parametrize("argv, word", [
