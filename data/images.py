@@ -91,32 +91,31 @@ def digits():
 
 
 def folder(name):
-    files = {part: class_files(Path(name) / part) for part in ("train", "val")}
-    classes = sorted({*files["train"], *files["val"]})
-    splits, paths, about = [], [], []
-    for of_class in files.values():
-        labels, own = [], []
-        for c, of_one in of_class.items():
-            labels += [classes.index(c)] * len(of_one)
-            own += of_one
-        opened = lambda i, own=own: Image.open(regular(own[i]))
-        splits.append(Split(np.array(labels, np.int64), opened, own.__getitem__))
-        paths += own
+    parts = [images_in(Path(name) / part) for part in ("train", "val")]
+    paths = list(itertools.chain(*parts))
+    classes, labels = np.unique([path.parent.name for path in paths], return_inverse=True)
+    about = []
     for path in paths:
         about.append(f"{path.relative_to(name)} {path.stat().st_size}\n")
-    return *splits, classes, "".join(about).encode(), contents(paths)
+
+    def split(own, labels):
+        return Split(labels, lambda i: Image.open(regular(own[i])), own.__getitem__)
+
+    first = len(parts[0])
+    train = split(parts[0], labels[:first])
+    val = split(parts[1], labels[first:])
+    return train, val, classes.tolist(), "".join(about).encode(), contents(paths)
 
 
-def class_files(root):
-    """{class: its images} of root/CLASS/*.jpg, both in the order of their names."""
+def images_in(root):
+    """root/CLASS/*.jpg in the order of their names."""
     if not root.is_dir():
         raise DataError(f"there is no folder {root}: {LAYOUT}; other datasets are digits and hf:NAME")
-    files, endings = {}, Image.registered_extensions()
-    for c in sorted(entry.name for entry in os.scandir(root) if entry.is_dir()):
-        files[c] = [path for path in sorted((root / c).iterdir()) if path.suffix.lower() in endings]
-    if not files:
-        raise DataError(f"{root} has no class folders: {LAYOUT}")
-    return files
+    endings = Image.registered_extensions()
+    found = sorted(path for path in root.glob("*/*") if path.suffix.lower() in endings)
+    if not found:
+        raise DataError(f"{root} has no class folders with images: {LAYOUT}")
+    return found
 
 
 def contents(paths):
@@ -146,9 +145,7 @@ def hub(name):
         train, val = data["train"], data["validation" if "validation" in data else "test"]
     except Exception as error:  # no network, no such name, access refused, no such split
         raise DataError(f"{name}: {' '.join(str(error).split())[:200]}") from None
-    columns = {}
-    for key, kind in train.features.items():
-        columns.setdefault(type(kind), key)  # the first of each kind
+    columns = {type(kind): key for key, kind in reversed(train.features.items())}  # the first of each kind
     image, label = columns.get(datasets.Image), columns.get(datasets.ClassLabel)
     if image is None or label is None:
         raise DataError(f"{name}: needs an image and a class label column, but its columns are "
