@@ -246,22 +246,24 @@ def test_a_page_says_what_is_missing_or_not_comparable(tmp_path):
     assert "| longhorn | 256 | nan" in page
 
 
-@pytest.mark.parametrize("argv, word", [
-    ("--lengths=16,1024", "1024 tokens, and one more"), ("--lengths=16,24,64", "24 does not divide"),
-    ("--eval_tokens=255 --lengths=256", "--eval_tokens=255"), ("--dataset=no", "no dataset folder"),
-    ("--checkpoint run more/run", "2 folders of 1 names"),
-    ("--checkpoint no", "no checkpoint"), ("report .", "holds no sweep"),
-    ("run --preset=laptop nothing", "config/nothing_laptop.py does not exist")])
-def test_a_mistake_is_one_line(corpus, tmp_path, monkeypatch, capsys, argv, word):
+REFUSED = """
+--checkpoint=run --lengths=16,1024             1024 tokens, and one more
+--checkpoint=run --lengths=16,24,64            24 does not divide
+--checkpoint=run --eval_tokens=255 --lengths=256   --eval_tokens=255
+--checkpoint=run --dataset=no                  no dataset folder
+--checkpoint run more/run                      2 folders of 1 names
+--checkpoint no                                no checkpoint
+report .                                       holds no sweep
+run --preset=laptop nothing                    config/nothing_laptop.py does not exist
+"""
+
+
+@pytest.mark.parametrize("line, words", helpers.table(REFUSED))
+def test_a_mistake_is_one_line(corpus, tmp_path, monkeypatch, line, words):
     monkeypatch.chdir(tmp_path)
     for name in ("run", "more/run"):
         save_run(tmp_path / name, "longhorn", corpus)
-    argv = argv.split()
-    if argv[0].startswith("--"):
-        argv = ["--out=records.json", *([] if argv[0] == "--checkpoint" else ["--checkpoint=run"]), *argv]
-    with pytest.raises(SystemExit) as end:
-        main(argv)
-    assert end.value.code == 2 and word in capsys.readouterr().err.splitlines()[-1]
+    helpers.refuse([*line.split(), "--out=records.json"], words, program="experiments/extrapolation.py")
     assert not (tmp_path / "records.json").exists()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import no_picture, record
+from helpers import no_picture, record, refuse, table
 from scipy import stats
 from torch.testing import assert_close
 
@@ -25,7 +25,6 @@ from experiments.recall.models import MIXERS, Recall
 from experiments.recall.task import PAIRS, Examples, Task, distinct, generate
 from inspection import counting
 from model import ModelConfig
-from runtime.distributed import launch
 from runtime.records import read_log
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -474,21 +473,28 @@ def test_steps_to_half_are_compared_by_all_ways_to_divide_them():
     assert report.mann_whitney(range(20), range(20, 40)) == pytest.approx(2 / math.comb(40, 20))  # not one by one
 
 
-@pytest.mark.parametrize("line, word", [
-    ("run --mixers=longhorm --dry-run", "unknown mixer"), ("run --seed=3", "the sweep sets seed"),
-    ("run --Ts=100 --dry-run", "give --pairs"), ("run --mixers=gla --widths=31 --dry-run", "n_head"),
-    ("cell --pairs=5", "at least four times the pairs"),
-    ("cell --vocab_size=4", "give at least 6"), ("cell --power_a=99", "power_a 99.0 must be at most 2.5"),
-    ("cell --model=longhorm", "unknown mixer"), ("cell --vocab_size=6", "of 50 test examples are also"),
-    ("cell --mixer=x", "--model"), ("cell --pattern=mamba", "not for recall"),
-    ("cell --batch_tokens=4096", "batch_examples"), ("cell --backend=gpu", "unknown backend")])
-def test_mistakes_are_one_line(line, word, capsys, monkeypatch, tmp_path):
+REFUSED = """
+mqar.py run --mixers=longhorm --dry-run          unknown mixer
+mqar.py run --seed=3                             the sweep sets seed
+mqar.py run --Ts=100 --dry-run                   give --pairs
+mqar.py run --mixers=gla --widths=31 --dry-run   n_head
+cell.py --pairs=5                                at least four times the pairs
+cell.py --vocab_size=4                           give at least 6
+cell.py --vocab_size=6                           of 50 test examples are also
+cell.py --power_a=99                             power_a 99.0 must be at most 2.5
+cell.py --model=longhorm                         unknown mixer
+cell.py --mixer=x                                --model
+cell.py --pattern=mamba                          not for recall
+cell.py --batch_tokens=4096                      batch_examples
+cell.py --backend=gpu                            unknown backend
+"""
+
+
+@pytest.mark.parametrize("line, words", table(REFUSED))
+def test_mistakes_are_one_line(line, words, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    command, *options = line.split()
-    with pytest.raises(SystemExit) as stopped:
-        if command == "cell":
-            launch("cell.py", lambda _: cell.main([*SMALL, *options]))
-        mqar.main([command, *options])
-    err = capsys.readouterr().err
-    assert stopped.value.code == 2 and word in err.splitlines()[-1] and "Traceback" not in err
+    program, *argv = line.split()
+    if program == "cell.py":
+        argv = [*SMALL, *argv]
+    refuse(argv, words, program=f"experiments/recall/{program}")
     assert not list(tmp_path.glob("out/[!.]*"))

@@ -20,12 +20,11 @@ import numpy as np
 import pytest
 import torch
 from faults import STAND_IN, both_have, cell_events, drive, gated, notes, wait_until
-from helpers import ROOT
+from helpers import ROOT, refuse, succeed, table
 from safetensors.torch import save_file
 
 from common.errors import ConfigError
 from experiments import sweep
-from experiments.recall import mqar
 from experiments.records import KINDS
 from experiments.sweeps import engines, runner
 from experiments.sweeps.runner import Cell
@@ -92,16 +91,21 @@ def test_so_many_at_a_time(tmp_path, stand_in, monkeypatch):
     assert {environment_of(tmp_path / c.name)["OMP_NUM_THREADS"] for c in cells} == {"2"}
 
 
-@pytest.mark.parametrize("main, line, gpus, words", [
-    (mqar.main, "run --mixers=gla --Ts=64", 2, "on 2 GPU(s), 8 at a time\n"),
-    (sweep.main, "laptop longhorn --sizes=460K", 2, "on 2 GPU(s), 2 at a time\n"),
-    (sweep.main, "laptop longhorn --sizes=460K", 0, "on 6 CPU core(s), 6 at a time\n"),
-    (sweep.main, "paper longhorn --sizes=120M", 2, "on 2 GPU(s), 1 at a time by 2 processes each\n"),
-    (sweep.main, "paper longhorn --sizes=120M --nproc=1 --jobs=3", 2, "3 at a time\n")])
-def test_an_experiment_says_how_many_cells_run_beside_each_other(monkeypatch, capsys, main, line, gpus, words):
+BESIDE_EACH_OTHER = """
+recall/mqar.py run --mixers=gla --Ts=64                2  on 2 GPU(s), 8 at a time
+sweep.py laptop longhorn --sizes=460K                  2  on 2 GPU(s), 2 at a time
+sweep.py laptop longhorn --sizes=460K                  0  on 6 CPU core(s), 6 at a time
+sweep.py paper longhorn --sizes=120M                   2  on 2 GPU(s), 1 at a time by 2 processes each
+sweep.py paper longhorn --sizes=120M --nproc=1 --jobs=3  2  3 at a time
+"""
+
+
+@pytest.mark.parametrize("line, gpus, words", table(BESIDE_EACH_OTHER))
+def test_an_experiment_says_how_many_cells_run_beside_each_other(monkeypatch, line, gpus, words):
     monkeypatch.setattr(runner, "cores", lambda: 6)
-    monkeypatch.setattr(runner, "visible_gpus", lambda: list(range(gpus)))
-    assert main([*line.split(), "--dry-run"]) == 0 and words in capsys.readouterr().out
+    monkeypatch.setattr(runner, "visible_gpus", lambda: list(range(int(gpus))))
+    program, *argv = line.split()
+    assert f"{words}\n" in succeed([*argv, "--dry-run"], program=f"experiments/{program}").out
 
 
 @pytest.mark.parametrize("seconds, words", [(599, "599 s"), (600, "10 min"), (5970, "100 min"), (6000, "1.7 h"),
@@ -641,28 +645,32 @@ def test_a_sweep_grows_by_what_is_new(tmp_path, pretend, capsys):
         run("gla", "--sizes=80K:n_layer=2", "--seeds=1")
 
 
-@pytest.mark.parametrize("argv, word", [
-    (["duel", "longhorn", "longhorn*3,llama", "--dry-run"], "no llama in 2 layers; set n_layer to 4 or more"),
-    (["laptop", "--budgets=28", "--dry-run"], "warmup of 26 and decay of 6 steps are more than max_iters 28"),
-    (["laptop", "--sizes=120M"], "there are 460K, 1.5M; give of them, or another label with its settings"),
-    (["laptop", "--sizes=460K:n_layer=2"], "or another label"), (["laptop", "--sizes=a,b:n_layer=2"], "or another"),
-    (["laptop", "--sizes=9K:seed=2"], "the sweep sets seed"),
-    (["laptop", "gla@seed=3", "--dry-run"], "--seed=3: the sweep sets seed"),
-    (["laptop", "gla", "gla@batch_tokens=512", "--dry-run"], "such runs are not compared"),
-    (["laptop", "gla@step=exact,b", "--dry-run"], "unknown"),
-    (["duel", "gla", "gla@block_size=512", "--dry-run"], "eval_block_size at 460K is 256 in gla's config and 512 in"),
-    (["duel", "gla@a", "gla@b", "--dry-run"], "gla@WORD twice: both would have the same seeds"),
-    (["paper", "gla", "--dry-run", "--gpu=K80"], "--gpu=K80: known are H200, H100 PCIe"),
-    (["paper", "--gpu=H100"], "give --gpu=NAME and --dry-run"), (["paper", "--dry-run", "--gpus=8"], "--gpu=NAME"),
-    (["paper", "gla", "--dry-run", "--gpu=H100", "--gpus=6"], "6 GPUs cannot share the 512 sequences of a step"),
-    (["paper", "--dry-run", "--gpu=H100", "--cluster=slurm"], "sbatch --nodes=N deploy/slurm.sh"),
-    (["paper", "gla", "--dry-run", "--gpu=H100", "--nproc=16"], "--nproc=16: more than --gpus=8"),
-    (["duel", "gla"], "give two families"), (["laptop", "nothing"], "config/nothing_laptop.py does not exist")])
-def test_mistakes_get_one_line(argv, word, capsys):
-    with pytest.raises(SystemExit) as stop:
-        sweep.main(argv)
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert stop.value.code == 2 and word in last and "error:" in last
+REFUSED = """
+duel longhorn longhorn*3,llama --dry-run    no llama in 2 layers; set n_layer to 4 or more
+duel gla                                    give two families
+duel gla gla@block_size=512 --dry-run       eval_block_size at 460K is 256 in gla's config and 512 in
+duel gla@a gla@b --dry-run                  gla@WORD twice: both would have the same seeds
+laptop nothing                              config/nothing_laptop.py does not exist
+laptop --budgets=28 --dry-run               warmup of 26 and decay of 6 steps are more than max_iters 28
+laptop --sizes=120M                         there are 460K, 1.5M; give of them, or another label with its settings
+laptop --sizes=460K:n_layer=2               or another label
+laptop --sizes=a,b:n_layer=2                or another label
+laptop --sizes=9K:seed=2                    the sweep sets seed
+laptop gla@seed=3 --dry-run                 --seed=3: the sweep sets seed
+laptop gla gla@batch_tokens=512 --dry-run   such runs are not compared
+laptop gla@step=exact,b --dry-run           unknown
+paper --gpu=H100                            give --gpu=NAME and --dry-run
+paper --dry-run --gpus=8                    --gpu=NAME
+paper --dry-run --gpu=H100 --cluster=slurm  sbatch --nodes=N deploy/slurm.sh
+paper gla --dry-run --gpu=K80               --gpu=K80: known are H200, H100 PCIe
+paper gla --dry-run --gpu=H100 --gpus=6     6 GPUs cannot share the 512 sequences of a step
+paper gla --dry-run --gpu=H100 --nproc=16   --nproc=16: more than --gpus=8
+"""
+
+
+@pytest.mark.parametrize("line, words", table(REFUSED))
+def test_mistakes_get_one_line(line, words):
+    refuse(line.split(), words, program="experiments/sweep.py")
 
 
 def test_a_config_of_another_model_is_refused_with_the_plan(tmp_path, monkeypatch):

@@ -30,6 +30,7 @@ from helpers import (
     saved,
     state,
     succeed,
+    table,
 )
 from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -310,14 +311,23 @@ def test_labels_are_mixed_as_the_pixels_are_and_else_not_touched(kind):
     assert images.Augment(small(rand_augment=9), 10).rand_augment.m == 27  # of 30, as 9 of 10
 
 
-@pytest.mark.parametrize("settings, word", [
-    ({"image_size": 9}, "patch_size 2"), ({"model": "vis"}, "vil, vim, vit"), ({"dataset": "/none"}, "/none/train"),
-    ({"batch_images": 13}, "12 training images"), ({"channels": 2}, "channels 2"),
-    ({"mixup": 0.6, "cutmix": 0.6}, "mixup 0.6"),
-    ({"mixup": 0.5}, "pip install kornia"), ({"eval_tokens": 9}, "not for images")])
-def test_a_wrong_setting_gets_one_line(shelf, tmp_path, monkeypatch, settings, word):
+REFUSED = """
+--image_size=9             patch_size 2
+--model=vis                vil, vim, vit
+--dataset=/none            /none/train
+--batch_images=13          12 training images
+--channels=2               channels 2
+--mixup=0.6 --cutmix=0.6   mixup 0.6
+--mixup=0.5                pip install kornia
+--eval_tokens=9            not for images
+"""
+
+
+@pytest.mark.parametrize("line, words", table(REFUSED))
+def test_a_wrong_setting_gets_one_line(shelf, tmp_path, monkeypatch, line, words):
     monkeypatch.setitem(sys.modules, "kornia.augmentation", None)  # not installed
-    refuse(arguments(**{"out": tmp_path / "out", "dataset": shelf, "channels": 3, "batch_images": 4} | settings), word)
+    argv = arguments(tmp_path / "out", dataset=shelf, channels=3, batch_images=4)
+    refuse([*argv, *line.split()], words)
 
 
 def test_a_damaged_folder_of_images_gets_one_line(shelf, tmp_path):
