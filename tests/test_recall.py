@@ -22,7 +22,7 @@ import optim
 from experiments import records
 from experiments.recall import cell, models, mqar, report
 from experiments.recall.models import MIXERS, Recall
-from experiments.recall.task import PAIRS, Examples, Task, distinct, generate
+from experiments.recall.task import Examples, Task, distinct, generate
 from inspection import counting
 from model import ModelConfig
 from runtime.records import read_log
@@ -371,14 +371,14 @@ def test_the_papers_448_runs_as_specified():
     cells = mqar.RecallSweep(["run", "--preset=paper", "--widths=64"]).plan()
     assert mqar.PRESETS["paper"].widths == (64, 128, 256, 512) and len({c.name for c in cells}) == len(cells) == 448 / 4
     assert {c.at["mixer"] for c in cells} == {"attention", "based", "hyena", "rwkv4", "baseconv", "mamba", "longhorn"}
+    same = dict(epochs=64, stop_at=0.99, weight_decay=0.1, vocab_size=8192, train_examples=100_000, test_examples=3000,
+                power_a=0.01, dtype="float32", beta2=0.999, grad_clip=0.0, schedule="epochs")
+    sizes = {64: (4, 512), 128: (8, 512), 256: (16, 256), 512: (64, 128)}
     for c in cells:
         config = cell.load(c.argv)
-        assert config.pairs == PAIRS[config.block_size]
-        assert config.batch_examples == {64: 512, 128: 512, 256: 256, 512: 128}[config.block_size]
-        assert (config.epochs, config.stop_at, config.weight_decay, config.vocab_size) == (64, 0.99, 0.1, 8192)
-        assert (config.train_examples, config.test_examples, config.power_a) == (100_000, 3000, 0.01)
+        assert (config.pairs, config.batch_examples) == sizes[config.block_size]
+        assert {key: getattr(config, key) for key in same} == same
         assert config.eval_interval == config.steps_per_epoch and config.learning_rate in (1e-4, 4.6e-4, 2.2e-3, 1e-2)
-        assert (config.dtype, config.beta2, config.grad_clip, config.schedule) == ("float32", 0.999, 0.0, "epochs")
 
 
 # ---------------------------------------------------------------------------------------------------------- the report
@@ -437,13 +437,18 @@ def test_the_best_rate_and_its_seeds_by_hand():
     assert longhorn.by_distance["64-127"] == pytest.approx(right)
 
 
+def lose(runs, which):
+    """These runs diverged."""
+    runs.loc[which, "left_out"] = "it diverged"
+    runs.loc[which, ["accuracy", "recall", "steps_to_half"]] = math.nan
+
+
 def test_a_rate_counts_with_all_of_its_seeds():
     runs = records.read(RESULTS / "recall_sooner.json")
     best = points_of(runs).learning_rate
     others = (runs.learning_rate == best) & (runs.seed > 11)
     assert points_of(runs[~others]).learning_rate != best
-    runs.loc[others, "left_out"] = "it diverged"
-    runs.loc[others, ["accuracy", "recall", "steps_to_half"]] = math.nan
+    lose(runs, others)
     lost = points_of(runs)
     assert lost.learning_rate != best and lost.half[best][1:] == [math.inf] * 5
     assert points_of(runs.assign(accuracy=0.5)).learning_rate == runs.learning_rate.min()
@@ -454,9 +459,7 @@ def test_a_page_without_a_point_says_so():
     runs = records.read(RESULTS / "recall_sooner.json")
     at_least = runs.learning_rate == runs.learning_rate.min()
     runs = runs[~at_least | (runs.seed == runs.seed.min())]
-    diverged = runs.learning_rate > runs.learning_rate.min()
-    runs.loc[diverged, "left_out"] = "it diverged"
-    runs.loc[diverged, ["accuracy", "recall", "steps_to_half"]] = math.nan
+    lose(runs, runs.learning_rate > runs.learning_rate.min())
     page = report.page(runs)
     assert page.sentences == ["No run at a best rate has ended."] and not page.panels and not page.below
 

@@ -25,7 +25,6 @@ from safetensors.torch import save_file
 
 from common.errors import ConfigError
 from experiments import sweep
-from experiments.records import KINDS
 from experiments.sweeps import engines, runner
 from experiments.sweeps.runner import Cell
 from runtime import records
@@ -277,17 +276,16 @@ def test_runs_of_a_preset_differ_in_nothing_else(argv, search, seed):
     cells = every_cell(preset)
     assert len({c.name for c in cells}) == len(cells)
     assert Counter(c.at["stage"] for c in cells) == {"search": search, "seed": seed, "cosine": 2}
-    settings, chose, reported, one_each = set(), set(), set(), {}
+    sweep.check_settings(cells)
+    seeds, one_each = {}, {}
     for c in cells:
-        config = sweep.load(c.argv)
-        common = [getattr(config, key, None) for key in KINDS["scaling"].same if key != "schedule"]
-        settings.add((*common, config.dataset, config.block_size))
-        assert config.schedule == ("cosine" if c.at["stage"] == "cosine" else "wsd")
+        config, stage = sweep.load(c.argv), c.at["stage"]
+        assert config.schedule == ("cosine" if stage == "cosine" else "wsd")
         assert (config.model, config.seed, config.max_iters) == (c.at["model"], c.at["seed"], c.at["steps"])
         assert config.warmup_iters == 26  # 5% of the search's steps
-        (chose if c.at["stage"] == "search" else reported).add(config.seed)
+        seeds.setdefault(stage, set()).add(config.seed)
         one_each[c.at["size"], c.at["model"]] = c
-    assert len(settings) == 1 and min(chose) == 1 and min(reported) == 1001 and not chose & reported
+    assert min(seeds["search"]) == 1 and max(seeds["search"]) < min(seeds["seed"]) == min(seeds["cosine"]) == 1001
     sweep.estimate(one_each.values())
     for size in preset.sizes:  # the families are of a size
         counts = [one_each[size, model].at["parameters"] for model in preset.models]
@@ -336,17 +334,16 @@ def test_the_law_on_a_gpu_is_a_ladder_to_the_papers_120M(monkeypatch, capsys):
         assert "=out/scaling_law_gpu/longhorn_8M_" in capsys.readouterr().out
 
 
-def test_the_rate_of_a_width_is_on_the_line_through_three():
-    """By hand, in powers of two: a slope of -1/2 with an error of sqrt(1/12); of two, as 1 / width from the last."""
+def test_rates_of_a_width():
+    """The line through three by hand, in powers of two: a slope of -1/2 with an error of sqrt(1/12); of two rates, as
+    1 / width from the last."""
     found = {2**6: 2**-8, 2**7: 2**-9, 2**8: 2**-9}
     assert sweep.rate_by_width(found, 32) == pytest.approx(2 ** (-26 / 3 + 1))
     line = sweep.line_of_rates(found)
     assert (line.slope, line.stderr) == pytest.approx((-0.5, 12**-0.5))
     assert sweep.rate_by_width({64: 5e-3, 128: 3e-3}, 96) == pytest.approx(4e-3)
 
-
-def test_the_first_rates_are_a_factor_of_2_apart():
-    """Around .36 / width at the smallest size, .5 / width on a GPU, rounded to three digits."""
+    # a search begins a factor of 2 apart around .36 / width, .5 / width on a GPU
     duel, gpu = sweep.PRESETS["duel"], sweep.PRESETS["law_gpu"]
     assert sweep.first_rates(4, duel.rate_times_width / 128) == [9.94e-4, 1.99e-3, 3.98e-3, 7.95e-3]
     assert sweep.first_rates(3, gpu.rate_times_width / 256) == [9.77e-4, 1.95e-3, 3.91e-3]
@@ -558,11 +555,17 @@ def families_reported(folder):
 
 @pytest.mark.parametrize("best, tried, chose", [(3e-3, 4, 3e-3), (2e-2, 6, 2e-2), (1, 7, 6.36e-2), (1e-9, 7, 1.24e-4)])
 def test_a_search_goes_beyond_its_edge_three_times_at_most(tmp_path, pretend, best, tried, chose):
-    pretend(lambda at: 1 + math.log(at["learning_rate"] / best) ** 2)
-    assert sweep.main(["laptop", "gla", "--sizes=460K,1.5M", "--seeds=1", f"--out={tmp_path}"]) == 0
-    assert sum(at["seed"] == 1 for at in planned(tmp_path, "search").values()) == tried
-    rates = {(at["size"], at["learning_rate"]) for at in planned(tmp_path, "seed").values()}
+    """And once it has ended, it chooses the same rate again, although by then there are rates beyond its first ones."""
+    ran = pretend(lambda at: 1 + math.log(at["learning_rate"] / best) ** 2)
+    argv = ["laptop", "gla", "--sizes=460K,1.5M", "--seeds=1", f"--out={tmp_path}"]
+    assert sweep.main(argv) == 0
+    search, seeds = planned(tmp_path, "search"), planned(tmp_path, "seed")
+    assert sum(at["seed"] == 1 for at in search.values()) == tried
+    rates = {(at["size"], at["learning_rate"]) for at in seeds.values()}
     assert len(rates) == 2 and dict(rates) == pytest.approx({"460K": chose, "1.5M": chose * 128 / 192}, rel=0.02)
+    (tmp_path / "plan.json").write_text(json.dumps(runner.read_plan(tmp_path) | {"cells": search}))
+    ran.clear()
+    assert sweep.main(argv) == 0 and ran == [] and planned(tmp_path, "seed").keys() == seeds.keys()
 
 
 def test_a_law_and_what_follows_it(tmp_path, pretend):
@@ -586,17 +589,6 @@ def test_a_law_and_what_follows_it(tmp_path, pretend):
     assert run("law_predicted") == 0 and len(ran) == 2 * 4
     begins = {name: at["from"] for name, at in planned(tmp_path, "seed").items() if at["steps"] == 28672}
     assert begins.pop("longhorn_130K_28672steps_lr0.006_seed1001") == 13107 and set(begins.values()) == {0}
-
-
-def test_a_search_that_has_ended_chooses_the_same_rate_again(tmp_path, pretend):
-    """Although by then there are rates beyond its first ones."""
-    ran = pretend(lambda at: 1 + math.log(at["learning_rate"]) ** 2)
-    argv = ["laptop", "gla", "--sizes=460K", "--seeds=1", f"--out={tmp_path}"]
-    assert sweep.main(argv) == 0
-    seeds = planned(tmp_path, "seed")
-    (tmp_path / "plan.json").write_text(json.dumps(runner.read_plan(tmp_path) | {"cells": planned(tmp_path, "search")}))
-    ran.clear()
-    assert sweep.main(argv) == 0 and ran == [] and planned(tmp_path, "seed").keys() == seeds.keys()
 
 
 def test_a_family_of_which_nothing_ended_is_left_out(tmp_path, pretend):
