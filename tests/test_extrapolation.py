@@ -18,12 +18,11 @@ import torch.nn.functional as F
 from helpers import write_folder
 from scipy import stats
 
-import configurator
 import families  # noqa: F401
 from data import prepared
 from data.pystdlib import prepare as pystdlib
 from experiments import extrapolation as ex
-from experiments import figures, records
+from experiments import figures, records, sweep
 from experiments.sweeps import runner
 from inspection import counting
 from model import LM, ModelConfig
@@ -283,7 +282,7 @@ def test_other_text_than_that_of_training_has_to_be_named(corpus, tmp_path, monk
 # -------------------------------------------------------------------------------------------------------------- presets
 
 def configs_of(cells):
-    return {c.name: configurator.load(TrainConfig, [str(ROOT / c.argv[0]), *c.argv[1:]]) for c in cells}
+    return {c.name: sweep.load(c.argv) for c in cells}
 
 
 def test_other_steps_families_and_patterns_take_part():
