@@ -15,17 +15,19 @@ import signal
 import sys
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from faults import STAND_IN, both_have, cell_events, drive, gated, notes, wait_until
-from helpers import ROOT, refuse, succeed, table
+from helpers import ROOT, refuse, refused, run_program, succeed, table
 from safetensors.torch import save_file
 
 from common.errors import ConfigError
 from experiments import sweep
-from experiments.sweeps import engines, runner
+from experiments.records import check_packages
+from experiments.sweeps import engines, experiment, runner
 from experiments.sweeps.runner import Cell
 from runtime import records
 from runtime.records import BadRecord, is_finished
@@ -236,6 +238,8 @@ def test_a_sweep_of_other_code_goes_on_and_says_so(tmp_path, monkeypatch, capsys
     runner.say_changed_code(tmp_path)
     out = capsys.readouterr().out
     assert said in out and "--accept_code" in out if said else out == ""
+    with pytest.raises(ConfigError, match="--accept_code=f00d: the code is .*abcd"):
+        runner.say_changed_code(tmp_path, ["abcd", "f00d"])
 
 
 def chosen(*argv):
@@ -595,6 +599,17 @@ def test_a_family_of_which_nothing_ended_is_left_out(tmp_path, pretend):
     pretend(lambda at: None if at["model"] == "gla" else 1.0 + abs(at["learning_rate"] - 2e-3))
     assert sweep.main(["duel", "longhorn", "gla", "--seeds=1", f"--out={tmp_path}"]) == 0
     assert families_reported(tmp_path) == {"longhorn"}
+
+
+def test_a_sweep_that_cannot_report_or_is_stopped_says_how_to_go_on(tmp_path, pretend, monkeypatch, capsys):
+    pretend(lambda at: 1 + abs(at["learning_rate"] - 3e-3))
+    argv = ["laptop", "gla", "--sizes=460K", "--seeds=1", f"--out={tmp_path}"]
+    monkeypatch.setattr(experiment, "check_packages", lambda: check_packages(["none"]))
+    assert sweep.main(argv) == 0
+    way_out = f"pip install --group experiments; then: python experiments/sweep.py report {tmp_path}\n"
+    assert way_out in capsys.readouterr().out
+    monkeypatch.setattr(runner, "run_cells", mock.Mock(side_effect=KeyboardInterrupt("3 cells are left")))
+    refused(run_program(lambda: sweep.main(argv)), "stopped: 3 cells are left", quiet=False)
 
 
 def test_no_rate_is_chosen_while_a_run_of_the_search_is_missing(tmp_path, pretend):

@@ -85,6 +85,19 @@ def test_parameters(file, directions, count):
     assert max(equal) < 1.02 * min(equal)
 
 
+@pytest.mark.parametrize("size, changes", [
+    ("tiny", {"batch_images": 1024, "weight_decay": 0.1, "drop_path": 0}),
+    ("small", {"batch_images": 512, "weight_decay": 0.05, "drop_path": 0.05})])
+def test_the_papers_models_have_the_recipe_of_vision_mamba(size, changes):
+    wanted = changes | dict(
+        epochs=300, learning_rate=1e-3, min_lr=1e-5, schedule="cosine", beta1=0.9, beta2=0.999, grad_clip=0,
+        patch_size=16, rand_augment=9, erasing=0.25, smoothing=0.1, ema=0.99996, eval_crop=0.875)
+    for family in ("vil", "vim"):
+        c = config_of(f"{family}_{size}")
+        assert {key: getattr(c, key) for key in wanted} == wanted
+        assert c.warmup_iters == 5 * (1_281_167 // c.batch_images)  # epochs
+
+
 def test_flops():
     """A ViT's are the matrix products that PyTorch counts; a second direction scans once more."""
     vit, x = Vision(small(model="vit")), torch.randn(1, 1, 8, 8)
@@ -209,8 +222,10 @@ def test_a_folder_of_images(shelf):
     batches = [[b for rank in range(2) for b in data.micro_batches(step, rank, 2, 1)] for step in (0, 1, 2, 0)]
     for step, batch in enumerate(batches[:3]):
         rows = [order[4 * step + i] for i in (0, 2, 1, 3)]  # rank 0's, rank 1's
-        shades = torch.stack([x[0, 0].mean() for x, _, _ in batch]) * (0.229 * 255) + 0.485 * 255
-        assert (shades - torch.tensor([(40, 200)[r // 6] + r % 6 for r in rows])).abs().max() < 1e-2
+        shades = torch.stack([x[0].mean((1, 2)) for x, _, _ in batch])  # (4, 3)
+        shades = 255 * (shades * torch.tensor([0.229, 0.224, 0.225]) + torch.tensor([0.485, 0.456, 0.406]))
+        shades[:, 0] -= torch.tensor([r % 6 for r in rows])
+        assert (shades - torch.tensor([[(40, 200)[r // 6]] for r in rows])).abs().max() < 1e-2
         assert [(y.item(), weight) for _, y, weight in batch] == [(r // 6, 0.5) for r in rows]
     assert all(torch.equal(a[0], b[0]) for a, b in zip(batches[3], batches[0], strict=True))
     (rows, x, y), (last, _, _) = data.eval_batches(np.arange(1, 4), 2)
@@ -270,6 +285,7 @@ def test_crops_are_other_ones_in_each_epoch_and_none_in_validation():
 
     c = small(batch_images=150, min_crop=0.3, mirror=True, max_iters=2, eval_crop=1.0)
     data, seen = images.ImageData(c, torch.device("cpu")), []
+    assert data.identity["sha256"].startswith("a1278e238f61")  # which are held out is that of results/
     data.train.labels, data.steps_per_epoch = data.train.labels[:150], 1
     for epoch in (0, 1):
         ((x, _, _),) = data.micro_batches(epoch, 0, 1, 150)
@@ -436,7 +452,12 @@ def test_a_sweep_and_its_report(tmp_path, monkeypatch):
 def test_images_per_second_are_those_of_a_micro_batch(monkeypatch):
     cells = sweep_of_images.cells_of("digits", (1,), ["--n_embd=16", "--micro_batch_size=6"])[:2]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("bench.measure.Cpu.laps", lambda cpu, *steps: [(step(), 0.25)[1] for step in steps])
+
+    def laps(cpu, *steps):
+        assert torch.get_num_threads() == 1
+        return [(step(), 0.25)[1] for step in steps]
+
+    monkeypatch.setattr("bench.measure.Cpu.laps", laps)
     assert sweep_of_images.speed(cells) == {"ViL, separate, 4 layers": 12, "ViL, shared, 4 layers": 12}
 
 
