@@ -299,19 +299,16 @@ def test_runs_of_a_preset_differ_in_nothing_else(argv, search, seed):
 def test_the_law_is_a_family_and_size_after_the_other():
     """Budgets in MB and seeds by hand; of Longhorn's each is trained once, and a fifth of the shorter ones again."""
     preset = chosen("law", "longhorn", "gla", "llama")
-    cells = sweep.reported_cells(preset, {(m, s): 2e-3 for m in preset.models for s in preset.sizes})
-    groups = [(key, list(group)) for key, group in itertools.groupby(cells, lambda c: (c.at["model"], c.at["size"]))]
-    assert [key for key, _ in groups] == list(itertools.product(preset.models, ("130K", "460K", "1.5M", "60K", "250K")))
-    all_budgets = [0.5, 1, 2, 4, 8, 16]
-    for (model, _), group in groups:
-        budgets = [0.25, *all_budgets] if model == "longhorn" else all_budgets
-        seeds = [1001, 1002, 1003, 1004] if model == "gla" else [1001, 1002]
-        assert [(c.at["seed"], c.at["steps"] / 1024) for c in group] == list(itertools.product(seeds, budgets[::-1]))
-        config = sweep.load(group[0].argv)
-        assert (config.dtype, config.final_eval_tokens, config.eval_block_size) == ("float32", 0, 0)
+    cells = sweep.reported_cells(preset, dict.fromkeys(itertools.product(preset.models, preset.sizes), 2e-3))
+    budgets, places = [16, 8, 4, 2, 1, 0.5], []
+    for model, seeds, also in (("longhorn", 2, [0.25]), ("gla", 4, []), ("llama", 2, [])):
+        for size in ("130K", "460K", "1.5M", "60K", "250K"):
+            places += itertools.product([model], [size], range(1001, 1001 + seeds), budgets + also)
+    assert [(c.at["model"], c.at["size"], c.at["seed"], c.at["steps"] / 1024) for c in cells] == places
     assert preset.size("retnet", "60K").seeds == 4 and preset.size("mamba", "60K").budgets[0] == 256
-    trained = [c.at["steps"] - c.at["from"] for c in groups[0][1][:7]]
-    assert trained == [16384, 1638, 819, 410, 205, 102, 51]
+    assert [c.at["steps"] - c.at["from"] for c in cells[:7]] == [16384, 1638, 819, 410, 205, 102, 51]
+    config = sweep.load(cells[-1].argv)
+    assert (config.dtype, config.final_eval_tokens, config.eval_block_size) == ("float32", 0, 0)
     for size in ("60K", "130K", "250K"):  # the families are of a size
         cells = [sweep.make_cell(preset, "seed", model, size)
                  for model in ("longhorn", "llama", "gla", "rwkv", "gated_deltanet")]
