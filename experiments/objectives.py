@@ -191,24 +191,6 @@ UPDATES = [
 ]
 
 
-def shapes(d, N):
-    """{name: shape} of the `p` for objectives and updates."""
-    return {"beta": (d,), "rate": (), "gamma": (), "alpha": (N,), "a": (d,), "i": (d,), "delta": (d,), "A": (d, N),
-            "z": (d,)}
-
-
-def settings(d, N, **given):
-    """The `p` for objectives and updates: the mixers' initial values, for keys of length 1, except as `given`.
-
-    gamma is that of RetNet's first head, alpha GLA's, delta and A Mamba's. Numbers are expanded to their shapes.
-    """
-    p = {"beta": 0.5, "rate": 0.5, "gamma": 1 - 2**-5, "alpha": 0.5 ** (1 / 16), "a": 0.9, "i": 0.5, "delta": 0.01,
-         "A": -torch.arange(1.0, N + 1, dtype=torch.float64), "z": 1.0} | given
-    for name, shape in shapes(d, N).items():
-        p[name] = torch.as_tensor(p[name], dtype=torch.float64).expand(shape).clone()
-    return SimpleNamespace(**p)
-
-
 # --------------------------------------------------------------------------------------- the update against a minimiser
 
 def normal(generator, *shape):
@@ -225,7 +207,7 @@ def draws(count, elementwise, seed):
     def pick(choices):
         return choices[int(torch.randint(len(choices), (), generator=generator))]
 
-    def gate(extreme, *shape):
+    def gate(*shape):
         u = torch.rand(shape, generator=generator, dtype=torch.float64)
         kind = torch.randint(3, shape, generator=generator) if extreme else torch.zeros(shape)
         return torch.where(kind == 1, 1e-6, torch.where(kind == 2, 1 - 1e-6, 1e-3 + 0.998 * u))
@@ -240,11 +222,12 @@ def draws(count, elementwise, seed):
         else:
             k = F.normalize(normal(generator, N), dim=0) * key_size
             S = normal(generator, d, N)
-        gates = {name: gate(extreme, *shape) for name, shape in shapes(d, N).items() if name != "z"}
-        gates |= {"delta": 10 * gates["delta"], "A": -3 * gates["A"], "z": normal(generator, d).exp()}
+        p = SimpleNamespace(
+            beta=gate(d), rate=gate(), gamma=gate(), alpha=gate(N), a=gate(d), i=gate(d), delta=10 * gate(d),
+            A=-3 * gate(d, N), z=normal(generator, d).exp())
         S_size = pick([0.0, 1.0, 100.0]) if extreme else 1.0
         x_size = pick([1.0, 100.0]) if extreme else 1.0
-        yield S * S_size, k, normal(generator, d) * x_size, settings(d, N, **gates)
+        yield S * S_size, k, normal(generator, d) * x_size, p
 
 
 def minimise(loss, start, *given):
@@ -345,7 +328,7 @@ def diagonal_cost(N, correlation, writes, streams, seed, d=8):
     is as good as no step, more is worse than no step.
     """
     n = max(64, 8 * N)
-    p = settings(d, N)
+    p = SimpleNamespace(beta=torch.full((d,), 0.5, dtype=torch.float64))
     left = 0.0
     possible = 0.0
     for stream in range(streams):
@@ -439,7 +422,7 @@ def mixer_off(family, update, backend=""):
     true = []
     for S, after, k, x, gates in SEQUENCES[name](arguments, state):
         for t in range(len(k)):
-            p = settings(x.shape[1], k.shape[1], **{name: gate[t] for name, gate in gates.items()})
+            p = SimpleNamespace(**{name: gate[t] for name, gate in gates.items()})
             S = update(S, k[t], x[t], p)
         got.append(after)
         true.append(S)
