@@ -63,8 +63,6 @@ def parabola(x, y):
     points, of which the middle one is the lowest."""
     p, q, _ = np.linalg.inv(np.vander(x - x[1], 3))
     a, b = p @ y, q @ y
-    if a <= 0:  # three equal losses
-        return x[1], 0.0, np.zeros(3)
     return x[1] - b / (2 * a), a, (p * b / a - q) / (2 * a)
 
 

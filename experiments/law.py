@@ -95,21 +95,19 @@ def family_of(runs, model, with_embedding=False):
     if of_seeds.empty:
         return None
     of_seeds = of_seeds.assign(budget=of_seeds.groupby("size").tokens.rank("dense"))
-    places = [sorted(of_seeds[key].unique()) for key in ("seed", "budget")]
-    losses = of_seeds.pivot_table(index="size", columns=["seed", "budget"], values="val_loss")
-    losses = losses.reindex(columns=list(itertools.product(*places))).dropna()
+    losses = of_seeds.pivot_table("val_loss", "size", ["seed", "budget"], dropna=False).dropna()
     about = of_seeds.groupby("size").first().loc[losses.index].sort_values("parameters")
     searches = {}
-    for run in runs[(runs.stage == "search") & (runs.left_out == "")].itertuples():
-        at_rate = searches.setdefault(run.n_embd, {}).setdefault(run.learning_rate, {})
-        at_rate[run.seed] = run.loss_of_choosing_files
+    for width, of_width in runs[runs.stage == "search"].groupby("n_embd"):
+        searches[width] = records.search_of(of_width)
     searched = about[about.n_embd.isin(list(searches))]
     rates = dict(zip(searched.n_embd, searched.learning_rate, strict=True))
     costs = rate_costs(searches, rates, about.n_embd.to_numpy(float))
     N = about.parameters - (0 if with_embedding else about.embedding)
     flops = about.flops / about.tokens
-    D = of_seeds.pivot_table(index="size", columns="budget", values="tokens").loc[about.index]
-    log_L = np.log(losses.loc[about.index].to_numpy(float)).reshape(len(about), *map(len, places)).swapaxes(0, 1)
+    D = of_seeds.pivot_table("tokens", "size", "budget").loc[about.index]
+    shape = len(about), *losses.columns.levshape  # sizes, seeds, budgets
+    log_L = np.log(losses.loc[about.index].to_numpy(float)).reshape(shape).swapaxes(0, 1)
     return Family(list(about.index), N.to_numpy(float), flops.to_numpy(float), D.to_numpy(float), log_L, costs)
 
 

@@ -299,7 +299,7 @@ def in_group(group, settings):
 
 def of_scaling(row, record, evaluations):
     """The row with tokens and losses per held-out file as arrays, and the loss on the first half of them, which chooses
-    learning rates."""
+    learning rates. The bits per byte are NaN where the data do not know their bytes."""
     tokens = np.array(row["val_document_tokens"], float)
     losses = np.array(row["val_document_losses"], float)
     if tokens.shape != losses.shape or not abs(np.average(losses, weights=tokens) - row["val_loss"]) <= 1e-4:
@@ -309,9 +309,10 @@ def of_scaling(row, record, evaluations):
     row["same"] |= {("data", "train data"): identity["train"], ("data", "val data"): identity["val"],
                     ("data", "val_tokens"): row["val_tokens"],
                     (row["size"], "tokens per window"): row.get("eval_block_size") or row["block_size"]}
-    return row | {"val_document_tokens": tokens, "val_document_losses": losses,
-                  "embedding": record["derived"]["parameters"]["embedding"],
-                  "loss_of_choosing_files": float(np.average(losses[first], weights=tokens[first]))}
+    return {"val_bits_per_byte": math.nan} | row | {
+        "val_document_tokens": tokens, "val_document_losses": losses,
+        "embedding": record["derived"]["parameters"]["embedding"],
+        "loss_of_choosing_files": float(np.average(losses[first], weights=tokens[first]))}
 
 
 def of_recall(row, record, evaluations):
@@ -388,6 +389,17 @@ KINDS = {
         "mirror", "rand_augment", "mixup", "cutmix", "erasing", "repeats", "smoothing", "eval_crop", "ema", "dtype"),
         of_images, ("model", "directions", "n_layer")),
     "extrapolation": Kind(("run",))}
+
+
+def search_of(runs):
+    """{learning rate: {seed: loss on the files that choose}} of the runs that search a rate; inf: it diverged."""
+    tried = runs[runs.stage == "search"]
+    diverged = tried.left_out.str.contains("diverged")
+    tried = tried.assign(loss=tried.loss_of_choosing_files.mask(diverged, math.inf)).dropna(subset="loss")
+    search = {}
+    for rate, at_rate in tried.groupby("learning_rate"):
+        search[rate] = dict(zip(at_rate.seed, at_rate.loss, strict=True))
+    return search
 
 
 # ------------------------------------------------------------------------------------------------------ the saved sweep

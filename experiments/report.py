@@ -25,20 +25,20 @@ from experiments.sweeps import runner
 
 REPO = Path(__file__).resolve().parents[1]
 
-# The paper's Table 1: family -> size in preset paper -> loss in nats per token of OpenWebText
-PAPER = {"retnet": {"120M": 3.569, "120M at 4096": 3.492, "350M": 3.362, "350M at 4096": 3.227},
-         "gla": {"120M": 3.381, "120M at 4096": 3.364, "350M": 3.018, "350M at 4096": 3.001},
-         "rwkv": {"120M": 3.291, "120M at 4096": 3.276, "350M": 2.983, "350M at 4096": 2.931},
-         "mamba": {"120M": 3.238, "120M at 4096": 3.231, "350M": 2.902, "350M at 4096": 2.868},
-         "llama": {"120M": 3.247, "120M at 4096": 3.273, "350M": 2.891, "350M at 4096": 2.883},
-         "longhorn": {"120M": 3.225, "120M at 4096": 3.192, "350M": 2.888, "350M at 4096": 2.859}}
-PAPER_TOKENS = {"120M": 2.5e9, "350M": 7e9}  # Table 5
+# The paper's Table 1: loss in nats per token of OpenWebText, by family and by size in preset paper
+PAPER = pandas.DataFrame({
+    "retnet": (3.569, 3.492, 3.362, 3.227),
+    "gla": (3.381, 3.364, 3.018, 3.001),
+    "rwkv": (3.291, 3.276, 2.983, 2.931),
+    "mamba": (3.238, 3.231, 2.902, 2.868),
+    "llama": (3.247, 3.273, 2.891, 2.883),
+    "longhorn": (3.225, 3.192, 2.888, 2.859)}, ["120M", "120M at 4096", "350M", "350M at 4096"])
+PAPER_TOKENS = np.array([2.5e9, 2.5e9, 7e9, 7e9])  # Table 5
 CLAIM = 1.8  # times Mamba's sample efficiency, Figure 1: 1.3B parameters, 100B tokens
-# Columns of points.csv, and other columns used here
+# Columns of points.csv
 POINTS = ("run", *records.KINDS["scaling"].place, "parameters", "embedding", "tokens", "flops", "seconds", "val_loss",
           "val_bits_per_byte", "block_size", "device", "processes", "code", "time", "loss_of_choosing_files", "commit",
           "left_out")
-READ = ("val_document_tokens", "val_document_losses", "cpu")
 
 LOSSES = """\
 Nats per token, mean \u00b1 standard deviation over seeds (number of seeds), on all {files} held-out files; the learning
@@ -111,9 +111,8 @@ class Entry:
         slope = (x - x.mean()) / ((x - x.mean()) @ (x - x.mean()))
         changes = {}
         for seed in self.documents[budgets[0]]:
-            losses = [self.documents[tokens].get(seed) for tokens in budgets]
-            if not any(loss is None for loss in losses):
-                changes[seed] = slope @ np.array(losses)
+            if all(seed in self.documents[tokens] for tokens in budgets):
+                changes[seed] = slope @ np.array([self.documents[tokens][seed] for tokens in budgets])
         return changes
 
 
@@ -163,13 +162,9 @@ def choose_main(families):
 def entry_of(model, size, cells):
     """The Entry of a family's runs at a size; `main` is set by choose_main."""
     notes = []
-    tried = cells[cells.stage == "search"]
-    diverged = tried.left_out.str.contains("diverged")
-    tried = tried.assign(loss=tried.loss_of_choosing_files.mask(diverged, math.inf)).dropna(subset="loss")
-    search = {}
-    for rate, group in tried.groupby("learning_rate"):
-        search[rate] = dict(zip(group.seed, group.loss, strict=True))
-    searched = int(tried.tokens.max()) if len(tried.tokens.dropna()) else 0
+    search = records.search_of(cells)
+    tried = cells[cells.stage == "search"].tokens.dropna()
+    searched = int(tried.max()) if len(tried) else 0
     best = compare.best_rate(search)
     if best:
         said = [f"{rate} {f'{loss:.4f}' if math.isfinite(loss) else 'diverged'}" for rate, loss in best.tried.items()]
@@ -197,7 +192,7 @@ def entry_of(model, size, cells):
             notes.append(f"a cosine to 0 with the same length, seed and rate ends at {c.val_loss:.4f} after "
                          f"{human(c.tokens)} tokens, this schedule at {loss:.4f}")
     noise = (0.0, 0)
-    alike = runs[runs.tokens.isin(tried.tokens)].loss_of_choosing_files
+    alike = runs[runs.tokens.isin(tried)].loss_of_choosing_files
     if len(alike) > 1:
         noise = alike.var(), len(alike) - 1
     return Entry(model, size, runs, rate, search, searched, noise, notes)
@@ -275,8 +270,8 @@ def loss_row(e, is_winner, is_paper):
             "speed": math.exp(-statistics.fmean(e.at_main.log_seconds))}
     if first.val_bits_per_byte > 0:
         row["bits"] = e.mean * first.val_bits_per_byte / first.val_loss
-    if is_paper:
-        row["paper"] = PAPER.get(e.model, {}).get(e.size)
+    if is_paper and e.model in PAPER:
+        row["paper"] = PAPER[e.model].get(e.size)
     return row
 
 
@@ -351,15 +346,10 @@ def paper_lines(rows):
                if (row["a"], row["b"]) == ("longhorn", "mamba") and "of_claim" in row]
     if not claimed:
         return []
-    gaps = []
-    times = []  # tokens that the gap is worth
+    gaps = PAPER["mamba"] - PAPER["longhorn"]
     beta = fit.EPOCH["beta"]
-    for cell, loss in PAPER["longhorn"].items():
-        gap = PAPER["mamba"][cell] - loss
-        tokens = PAPER_TOKENS[cell.split()[0]]
-        slope = beta * fit.EPOCH["B"] / tokens**beta  # nats per e-fold of tokens
-        gaps.append(gap)
-        times.append(math.exp(gap / slope))
+    slopes = beta * fit.EPOCH["B"] / PAPER_TOKENS**beta  # nats per e-fold of tokens
+    times = np.exp(gaps / slopes)  # tokens that a gap is worth
     return [
         f"The paper says that Longhorn has {CLAIM:g} times Mamba's sample efficiency (Figure 1: 1.3B parameters, 100B "
         f"tokens). Here that would be a difference of {', '.join(claimed)}.",
@@ -371,7 +361,6 @@ def paper_lines(rows):
 
 def page(runs):
     """The pages.Page of a scaling sweep; in `csv` the points, pairs and losses."""
-    runs = runs.reindex(columns=list(dict.fromkeys([*runs, *POINTS, *READ])))  # older records lack some
     about = runs.attrs
     used = runs[runs.left_out == ""]
     sizes = collect(runs)
