@@ -86,7 +86,7 @@ def stages(out, dry_run):
                  f"--block_size={T} --batch_size={tokens // T} {more}")
         if dry_run:
             words = ("bench/step.py --rounds=5 --families=longhorn --n_layer=1 --n_embd=32 --n_head=2 --vocab_size=128 "
-                     f"--block_size=16 {more}")
+                     "--block_size=16")
         return Stage(name, 70, ours(name, words), budget=lambda seconds: seconds / 3)
 
     ncu = "ncu --clock-control none --launch-count 12 --kernel-name regex:forward|backward".split()

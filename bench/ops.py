@@ -103,7 +103,7 @@ def keys(properties):
     """The arguments of build_cuda for every kernel that the tests and benchmarks launch on a GPU."""
     architecture = f"sm_{properties.major}{properties.minor}"
     room = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
-    found = {("sums", torch.float32, (), architecture): None}
+    found = {("sums", torch.float32, (native.BLOCK_SUMS,), architecture): None}
     for dtype in choose.DTYPES:
         for update in launch.UPDATES:
             for size in BENCHMARKED + TESTED:
@@ -148,6 +148,14 @@ def small(run):
         a = {"x": run.random(2, T, 70).bfloat16(), "weight": run.random(70, 4), "state": run.random(2, 3, 70)}
         run.emit(convolution=T)
         check_finite(values_and_gradients(conv(run.gpu.name), a))
+    for V, dtype in ((301, torch.bfloat16), (128_256, torch.float32)):  # a row in shared memory, and one that is not
+        a = {"x": run.random(5, 16).to(dtype), "weight": run.random(V, 16).to(dtype)}
+        run.emit(loss=V)
+        check_finite(values_and_gradients(small_loss, a))
+
+
+def small_loss(x, weight):
+    return ops.linear_cross_entropy(x, weight, torch.arange(len(x), device=x.device)), None
 
 
 def check_finite(results):
@@ -208,6 +216,8 @@ def convolution(run):
 def loss(run):
     """32K tokens and a vocabulary of 50,304. The gradient of the logits is made in the forward, so the sum counts."""
     n, D, V = (64, 16, 128) if run.dry_run else (32768, 768, VOCABULARIES[0])
+    if not run.dry_run and ops.loss_module(torch.bfloat16, V, torch.device(run.gpu.name, 0)) is None:
+        raise ConfigError("the loss: its kernel was not built, see above")
     a = {"x": run.random(n, D).bfloat16(), "weight": run.random(V, D).bfloat16() / 32}
     targets = torch.randint(V, (n,), device=run.gpu.name)
 

@@ -116,6 +116,8 @@ class Trial(Model):
             loss.backward()
             return loss.detach()
 
+        if reason := settings.graphs and graphs.why_not(self.model, settings):
+            raise measure.LeftOut(f"graphs: {reason}")
         self.forward_backward = graphs.replayed(forward_backward, self.model, settings)
         self.model.train()
         (self.optimizer,) = build_optimizers(self.model, settings)
@@ -365,18 +367,18 @@ def spec_of(family, args):
     """The spec of a Model: all options, and the family's config at their size."""
     shape = {name: getattr(args, name) for name in SHAPE if name != "batch_size"}
     config = ModelConfig(model=family, backend=args.backend, **shape)
-    return {**vars(args), "name": family, "config": config, "peer": None, "graphs": False}
+    return {**vars(args), "name": family, "config": config, "peer": None}
 
 
 def main(argv):
     args, out, record = start(Options, argv, __doc__, "step", "rounds")
     specs = []
     for family in args.families:
-        specs.append(spec_of(family, args))
+        specs.append(spec_of(family, args) | {"graphs": False})
         if args.graphs:
             specs.append(specs[-1] | {"name": f"{family} with graphs", "graphs": True})
         if args.with_peers and family in ARCHITECTURES:
-            peer = {"name": f"{family}, transformers", "peer": "transformers", "compile": False}
+            peer = {"name": f"{family}, transformers", "peer": "transformers", "compile": False, "graphs": False}
             specs.append(spec_of(family, args) | peer)
     record["peak_flops"] = peak_flops(record["device"]) if args.dtype != "float32" else None
     run_rounds(specs, args, record, out)

@@ -39,7 +39,7 @@ HEADER = ROOT / "kernels" / "lanes.h"
 CHUNK = 32  # steps between the states that the forward keeps; CHUNK of longhorn_scan.cu
 MAX_WIDTH = 8  # of the convolution kernels; MAX_WIDTH of conv_norm.cu
 CUDA_THREADS = 128  # THREADS of lanes.h
-BLOCK_SUMS = 32  # that a block of the kernel of sums takes; NUMBERS of sums.cu
+BLOCK_SUMS = 32  # that a block of the kernel of sums takes
 CONV_TILE = 64  # steps per thread of the CUDA convolution; CONV_TILE of conv_norm.cu
 
 
@@ -225,14 +225,14 @@ Sum = _struct("Sum", "first parts n columns type *source *to")
 SumsArgs = type("SumsArgs", (ctypes.Structure,), {"_fields_": [("of", 5 * Sum)]})  # TENSORS of sums.cu
 
 Source = collections.namedtuple("Source", "path kernels args steps")  # on a GPU; steps: of a chunk or tile
+SOURCES = {"conv": Source(CONV, cuda.CONV_KERNELS, ConvArgs, CONV_TILE),
+           "loss": Source(LOSS, cuda.LOSS_KERNELS, LossArgs, 0),
+           "sums": Source(SUMS, cuda.SUMS_KERNELS, SumsArgs, 0)}
 
 
 def source_of(update):
-    """The Source of "conv", "loss", "sums" or an update of the scan."""
-    others = {"conv": Source(CONV, cuda.CONV_KERNELS, ConvArgs, CONV_TILE),
-              "loss": Source(LOSS, cuda.LOSS_KERNELS, LossArgs, 0),
-              "sums": Source(SUMS, cuda.SUMS_KERNELS, SumsArgs, 0)}
-    return others.get(update) or Source(SCAN, cuda.SCAN_KERNELS, ScanArgs, CHUNK)
+    """The Source of one of SOURCES or an update of the scan."""
+    return SOURCES.get(update, Source(SCAN, cuda.SCAN_KERNELS, ScanArgs, CHUNK))
 
 
 def load(path):

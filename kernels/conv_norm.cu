@@ -206,22 +206,21 @@ template <class E, int W, int C> MATH void conv_backward(const ConvArgs &a) {
 }
 
 extern "C" {
-#define CHANNELS CONV_CHANNELS
-#if CHANNELS == 2
+#if CONV_CHANNELS == 2
 #define FORWARD_BLOCKS 7
-#define BACKWARD_BLOCKS (CONV_WIDTH > 4 ? 4 : 5)
+#define MOST_BLOCKS (CONV_WIDTH > 4 ? 4 : 5)
 #else
 #define FORWARD_BLOCKS 8
-#define BACKWARD_BLOCKS 7
+#define MOST_BLOCKS 7
 #endif
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000    // there registers would spill
-#define FEWER_BLOCKS (BACKWARD_BLOCKS - 1)
+#define BACKWARD_BLOCKS (MOST_BLOCKS - 1)
 #else
-#define FEWER_BLOCKS BACKWARD_BLOCKS
+#define BACKWARD_BLOCKS MOST_BLOCKS
 #endif
-KERNEL(conv_forward_kernel, FORWARD_BLOCKS, ConvArgs, (conv_forward<CONV_TYPE, CONV_WIDTH, CHANNELS>(a)))
-KERNEL(conv_backward_kernel, FEWER_BLOCKS, ConvArgs, (conv_backward<CONV_TYPE, CONV_WIDTH, CHANNELS>(a)))
-__device__ int64_t facts[] = {CONV_TILE, sizeof(ConvArgs), THREADS, THREADS * CHANNELS, 0, 0, 0};
+KERNEL(conv_forward_kernel, FORWARD_BLOCKS, ConvArgs, (conv_forward<CONV_TYPE, CONV_WIDTH, CONV_CHANNELS>(a)))
+KERNEL(conv_backward_kernel, BACKWARD_BLOCKS, ConvArgs, (conv_backward<CONV_TYPE, CONV_WIDTH, CONV_CHANNELS>(a)))
+__device__ int64_t facts[] = {CONV_TILE, sizeof(ConvArgs), THREADS, THREADS * CONV_CHANNELS, 0, 0, 0};
 }
 
 #else

@@ -28,6 +28,7 @@ RESERVED = 1024  # bytes of shared memory that the system reserves per block
 DISAGREE = ("kernels/build.py and the kernel sources disagree about a struct, CHUNK, MAX_WIDTH or CONV_TILE: change "
             "both")
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+SIZES = {"conv": ("CONV_WIDTH", "CONV_CHANNELS"), "loss": ("LOSS_ROOM",), "sums": ("NUMBERS",)}
 CLASSES = {"longhorn": "Longhorn", "exact": "Exact", "mamba": "Mamba"}  # of the updates in longhorn_scan.cu
 
 
@@ -109,16 +110,13 @@ def tuning(name, default):
 
 def defines(update, dtype, *shape):
     """The macros that select the kernels: the scan with `update` for a `cuda_shape` (P, L), "conv" for (W,
-    channels per lane), "loss" for (bytes of shared memory for a row,), "sums" for any.
+    channels per lane), "loss" for (bytes of shared memory for a row,), "sums" for (sums per block,).
 
     $LONGHORN_CUDA_DEFINES adds more, to try other tunings: "FORWARD_BLOCKS=5 STAGES=4".
     """
     tuning = [f"-D{word}" for word in tunings() if not word.startswith(("SPLIT_BELOW=", "FILL="))]
-    if update == "sums":
-        return ["-DSUMS", *tuning]
-    if update in ("conv", "loss"):
-        names = {"conv": ("CONV_WIDTH", "CONV_CHANNELS"), "loss": ("LOSS_ROOM",)}[update]
-        sizes = [f"-D{name}={size}" for name, size in zip(names, shape, strict=True)]
+    if update in SIZES:
+        sizes = [f"-D{name}={size}" for name, size in zip(SIZES[update], shape, strict=True)]
         return [f"-D{update.upper()}_TYPE={TYPES[dtype]}", *sizes, *tuning]
     sizes = [f"-DSCAN_{name}={size}" for name, size in zip("PL", shape, strict=True)]
     return [f"-DSCAN_UPDATE={CLASSES[update]}", f"-DSCAN_TYPE={TYPES[dtype]}", *sizes, *tuning]
@@ -227,7 +225,7 @@ class Module:
             text = ctypes.c_char_p()
             self.lib.cuGetErrorString(code, ctypes.byref(text))
             message = text.value.decode() if text.value else "unknown error"
-            raise RuntimeError(f"scan: {action} failed: {message} (CUDA error {code})")
+            raise RuntimeError(f"{action} failed: {message} (CUDA error {code})")
 
     def has_room(self, name, instead):
         """True if this GPU has enough shared memory for kernel `name`, and fits two of its blocks per multiprocessor if

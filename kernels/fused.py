@@ -52,10 +52,12 @@ def wrong_gradients(op):
     """What flash-linear-attention needs for right gradients of `op` on this GPU, or None. With gates it refuses to run
     otherwise; a gradient of RetNet's was off by half on an H200 with Triton 3.6.0. The delta rule's of k and beta were
     wrong before 0.6.0 in chunks of 64."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    if op not in ("retention", "gated_delta_rule", "delta_rule") or not torch.cuda.is_available():
+        return None
+    if torch.cuda.get_device_capability()[0] != 9:
         return None
     triton = torch.torch_version.TorchVersion(importlib.metadata.version("triton"))
-    if op in ("retention", "gated_delta_rule") and triton >= "3.4" and triton < "3.7.1":
+    if op != "delta_rule" and triton >= "3.4" and triton < "3.7.1":
         return f"needs Triton 3.7.1 or later on a Hopper GPU: {triton} computes wrong gradients"
     if op == "delta_rule" and triton >= "3.4":
         version = torch.torch_version.TorchVersion(importlib.metadata.version("fla-core"))

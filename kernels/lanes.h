@@ -1,8 +1,8 @@
 // Arithmetic for the native kernels, both for a GPU lane, where a number is a float, and for a CPU vector of LANES
-// channels. longhorn_scan.cu and conv_norm.cu include it. Both halves define the same names (to_float, reciprocal,
-// maximum, exp_clamped ...), so that a formula is written once. It includes no header of PyTorch or CUDA.
+// channels. longhorn_scan.cu, conv_norm.cu, loss.cu and sums.cu include it. Both halves define the same names (to_float,
+// reciprocal, maximum, exp_clamped ...), so that a formula is written once. It includes no header of PyTorch or CUDA.
 //
-// Order: macros, GPU lanes, CPU vectors and tasks, common code. In all three files `test: NAME` at the end of a line
+// Order: macros, GPU lanes, CPU vectors and tasks, common code. In all these files `test: NAME` at the end of a line
 // marks where a test plants a mistake.
 
 #pragma once

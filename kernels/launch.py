@@ -41,9 +41,9 @@ def cuda_shape(update, B, T, D, N, multiprocessors, shared, may_split=True, back
     shared: bytes of shared memory per multiprocessor. Eight states per lane take the least work; four, if two
     blocks would fit a multiprocessor with four and not with eight, or multiprocessors would be idle even with T split
     into segments. A forward whose T stays whole (`cuda_segments`) has four, too, if eight make one block per
-    multiprocessor or less: a warp then takes 210 cycles per step for 100 instructions, and with four it has 62. The
-    states that it keeps are the same. No GPU has confirmed this rule, nor that two blocks per multiprocessor are
-    enough. Raises ValueError if no block fits.
+    multiprocessor or less: predicted, as a warp's step then takes 62 instructions and not 100. The states that it keeps
+    are the same. No GPU has confirmed this rule, nor that two blocks per multiprocessor are enough. Raises ValueError
+    if no block fits.
     """
     states = max(8, 1 << (N - 1).bit_length())
     launched = [shape for shape in CUDA_SHAPES if blocks_at_once(update, shape, shared)]
@@ -168,6 +168,7 @@ class Kernels:
         return states
 
 
+@functools.cache
 def gpu_module(update, dtype, shape, device):
     """`build.cuda_module` for this GPU."""
     gpu = torch.cuda.get_device_properties(device)
@@ -176,7 +177,7 @@ def gpu_module(update, dtype, shape, device):
 
 def sums_module(device):
     """The kernel of `sums`; None on a CPU."""
-    return gpu_module("sums", torch.float32, (), device) if device.type == "cuda" else None
+    return gpu_module("sums", torch.float32, (build.BLOCK_SUMS,), device) if device.type == "cuda" else None
 
 
 def sums(parts, dtypes, columns=0):

@@ -103,7 +103,7 @@ struct LogSum {
         for (int i = 0; i < Piece<E>::N; i++) top = maximum(piece[i], top);
         sum *= exp2_fast((before - top) * LOG2E);
         #pragma unroll
-        for (int i = 0; i < Piece<E>::N; i++) sum += exp2_fast(__fmaf_rn(piece[i], LOG2E, -top * LOG2E));
+        for (int i = 0; i < Piece<E>::N; i++) sum += exp2_fast((piece[i] - top) * LOG2E);
     }
     // Over the lanes of a warp; all of them get the same numbers.
     __device__ __forceinline__ void over_lanes() {
@@ -116,10 +116,11 @@ struct LogSum {
     }
 };
 
-template <class E> MATH Piece<E> gradient(const Piece<E> &logits, float log_sum) {
+// By its distance from the top a large logit loses no digits.
+template <class E> MATH Piece<E> gradient(const Piece<E> &logits, float top, float log2_sum) {
     Piece<E> piece;
     #pragma unroll
-    for (int i = 0; i < Piece<E>::N; i++) piece.set(i, exp2_fast(__fmaf_rn(logits[i], LOG2E, -log_sum)));
+    for (int i = 0; i < Piece<E>::N; i++) piece.set(i, exp2_fast(__fmaf_rn(logits[i] - top, LOG2E, -log2_sum)));
     return piece;
 }
 
@@ -143,19 +144,19 @@ template <class E, bool KEEP> MATH void loss(const LossArgs &a) {
     s = LogSum();
     if (lane < WARPS) { s.top = sums[lane]; s.sum = sums[32 + lane]; }
     s.over_lanes();
-    const float log_sum = __fmaf_rn(s.top, LOG2E, log2_fast(s.sum));     // a logarithm to base 2
-    const float log_p = target_logit - s.top - log2_fast(s.sum) * LN2;
+    const float log2_sum = log2_fast(s.sum);
+    const float log_p = target_logit - s.top - log2_sum * LN2;
     if (threadIdx.x == 0) a.log_p[blockIdx.x] = log_p;
     if (!a.train) return;
-    if (edge >= 0) row.write_edge(edge, gradient(row.read_edge(edge), log_sum));
+    if (edge >= 0) row.write_edge(edge, gradient(row.read_edge(edge), s.top, log2_sum));
     row.for_pieces(KEEP ? kept : row.pieces, [&](int p, const Piece<E> &piece) {
-        row.pieces[p] = gradient(piece, log_sum);
+        row.pieces[p] = gradient(piece, s.top, log2_sum);
     });
     __syncthreads();                                   // the target's number was written by another lane
     if (threadIdx.x == 0) set(row.logits + a.targets[blockIdx.x], exp2_fast(log_p * LOG2E) - 1.0f);
 }
 
-// LOSS_ROOM: bytes of a row in shared memory, or 0
+// LOSS_ROOM: bytes of a row's whole pieces in shared memory, or 0
 extern "C" {
 KERNEL(loss_kernel, 2, LossArgs, (loss<LOSS_TYPE, (LOSS_ROOM > 0)>(a)))
 __device__ int64_t facts[] = {0, sizeof(LossArgs), THREADS, 0, 0, LOSS_ROOM + SUMS};

@@ -513,25 +513,22 @@ def loss_of_slice(logits, targets, train):
 
 @functools.cache
 def loss_module(dtype, V, device):
-    """The kernel for rows of V logits of `dtype` on a GPU; None elsewhere, and where it cannot be built, which is
-    said."""
+    """The kernel for rows of V logits of `dtype` on a GPU; None elsewhere, and without a compiler, which is said.
+    Raises OSError if it cannot be built."""
     if device.type != "cuda" or dtype not in choose.DTYPES:
         return None
     reason = choose.unavailable("cuda")
-    if reason is None:
-        shared = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-        try:
-            return launch.gpu_module("loss", dtype, (loss_room(dtype, V, shared),), device)
-        except OSError as error:
-            reason = " ".join(str(error).split())
-    build.say_once(f"linear_cross_entropy: in PyTorch's kernels, which takes longer ({reason})")
-    return None
+    if reason is not None:
+        build.say_once(f"linear_cross_entropy: in PyTorch's kernels, which takes longer ({reason})")
+        return None
+    shared = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return launch.gpu_module("loss", dtype, (loss_room(dtype, V, shared),), device)
 
 
 def loss_room(dtype, V, shared):
-    """Bytes of shared memory for a row and what its address leaves over at both ends; 0 if a multiprocessor with
-    `shared` bytes has no room for it."""
-    room = -(-V * dtype.itemsize // 16) * 16 + 16
+    """Bytes of shared memory for the whole pieces of a row; 0 if a multiprocessor with `shared` bytes has no room for
+    them."""
+    room = -(-V * dtype.itemsize // 16) * 16
     return room if room + LOSS_SUMS + cuda.RESERVED <= shared else 0
 
 

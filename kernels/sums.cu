@@ -8,7 +8,6 @@
 #include "lanes.h"
 
 #define TENSORS 5                                      // at most so many at once
-#define NUMBERS 32
 #define GROUPS (THREADS / (NUMBERS / 4))
 
 enum { FLOAT16 = 2 };                                  // a type beside those of lanes.h
@@ -61,6 +60,7 @@ MATH void sums(const SumsArgs &a) {
     else set((float *)s.to + to, total);
 }
 
+// NUMBERS: sums of a block, kernels/build.py's BLOCK_SUMS
 extern "C" {
 KERNEL(sums_kernel, 8, SumsArgs, (sums(a)))
 __device__ int64_t facts[] = {0, sizeof(SumsArgs), THREADS, 0, 0, THREADS * sizeof(Four)};

@@ -298,13 +298,3 @@ def poisoned(calls, how="loss"):
     wrong = {"loss": lambda lm, loss: loss * math.nan,
              "gradient": lambda lm, loss: loss + 0 * (lm.norm.weight * 0).sqrt().sum()}[how]
     return acting(lambda n, lm, loss: wrong(lm, loss) if n in calls else None)
-
-
-def small_memory(limit):
-    """An LM that runs out of memory in training with more than so many sequences, or that computes logits."""
-    class Small(LM):
-        def forward(self, idx, targets=None, **how):
-            if self.training and (len(idx) > limit or not how.get("loss_only")):
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            return super().forward(idx, targets, **how)
-    return Small

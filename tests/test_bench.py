@@ -121,6 +121,8 @@ def test_step(here, monkeypatch, tmp_path):
     assert len(row["kernels"]) > 20 and 1 in [calls for _, calls, name in row["kernels"] if "AdamW" in name]
     milliseconds = sum(kernel[0] for kernel in row["kernels"])
     assert row["kernel_milliseconds"] == pytest.approx(milliseconds, rel=0.2) and row["idle_milliseconds"] > 0
+    with pytest.raises(measure.LeftOut, match="only a GPU has them"):
+        step.main([*TINY, "--families=longhorn", "--graphs", f"--out={tmp_path}/step.json"])
 
 
 class Held:
@@ -239,7 +241,7 @@ def test_tests_that_were_cut_leave_what_they_printed():
 
 
 @pytest.mark.parametrize("name, rows", [
-    ("build", 1), ("small", 4), ("convolution", 3), ("loss", 3)])
+    ("build", 1), ("small", 6), ("convolution", 3), ("loss", 3)])
 def test_what_runs_operators_on_a_gpu_tried_on_the_cpu(name, rows, run, monkeypatch):
     monkeypatch.setattr(bench_ops, "SMALL", bench_ops.SMALL[-1:])
     _, record = run(bench_ops.main, name, "--dry-run")

@@ -191,7 +191,7 @@ def test_convolution_of_views_and_of_nothing(shim, monkeypatch):
     assert empty["y"].shape == (2, 0, 10) and not any(empty["d" + n].any() for n in a)
 
 
-@pytest.mark.parametrize("dtype,room", [(BF16, 10_032), (BF16, 0), (F16, 10_032), (F32, 0)])
+@pytest.mark.parametrize("dtype,room", [(BF16, 10_016), (BF16, 0), (F16, 10_016), (F32, 0)])
 def test_loss(shim, monkeypatch, dtype, room):
     """Rows that begin and end anywhere, in one piece, one round of a block and several."""
     use_alone(monkeypatch, shim("loss", dtype, room))
@@ -201,13 +201,14 @@ def test_loss(shim, monkeypatch, dtype, room):
         logits[0, 0] += 12
         logits[-1, targets[-1] - 1] = -torch.inf if V > 1 else 0
         assert not loss_wrong(logits, targets), V
+    assert not loss_wrong(logits + 1000, targets)
     assert loss_wrong(torch.full((1, 70), torch.nan, dtype=dtype), torch.tensor([3]))
 
 
 @pytest.mark.parametrize("parts,n,columns", [(1, 1, 0), (12, 70, 1), (40, 64, 4), (0, 24, 3), (33, 31, 0)])
 def test_sums(shim, monkeypatch, parts, n, columns):
     """Numbers of which each order of the parts has the same sum, so that one left out or taken twice is seen."""
-    use_alone(monkeypatch, shim("sums", F32))
+    use_alone(monkeypatch, shim("sums", F32, build.BLOCK_SUMS))
     whole = lambda *shape: torch.randint(-9, 9, (parts, *shape), generator=generator()).float()
     given = [whole(columns or 3, n), whole(3 * n), None, whole(5, n), whole(2)]
     first, *others = launch.sums(given, [F32, BF16, F32, F16, F32], columns)
@@ -242,11 +243,11 @@ def test_loss_of_a_head(shim, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype,V,shared,kept", [
-    (BF16, 50304, 228 << 10, 100_624), (BF16, 50257, 100 << 10, 100_544), (BF16, 128_256, 228 << 10, 0),
+    (BF16, 50304, 228 << 10, 100_608), (BF16, 50257, 100 << 10, 100_528), (BF16, 128_256, 228 << 10, 0),
     (F32, 50304, 164 << 10, 0)])
 def test_a_row_of_logits_is_kept_where_a_block_has_room_for_it(dtype, V, shared, kept):
     assert ops.loss_room(dtype, V, shared) == kept
-    assert kept == 0 or kept >= (V + 2 * (16 // dtype.itemsize - 1)) // (16 // dtype.itemsize) * 16
+    assert kept == 0 or kept >= (V + 16 // dtype.itemsize - 1) // (16 // dtype.itemsize) * 16
 
 
 def test_what_a_driver_refuses_names_the_kernel(shim, monkeypatch):
@@ -334,7 +335,7 @@ def test_the_compiled_convolution_fits_five_blocks(tmp_path):
 @with_nvcc
 @pytest.mark.parametrize("architecture", ("sm_80", "sm_90"))
 def test_the_compiled_loss_fits_two_blocks(tmp_path, architecture):
-    _, registers, spills = report(tmp_path, architecture, "loss", BF16, 100_624)
+    _, registers, spills = report(tmp_path, architecture, "loss", BF16, 100_608)
     assert registers["loss_kernel"] <= 64 and not any(spills.values())
 
 
@@ -411,6 +412,7 @@ def prepare(monkeypatch):
     h200 = mock.Mock(major=9, minor=0, multi_processor_count=132, shared_memory_per_multiprocessor=228 << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
     monkeypatch.setattr(build, "cuda_module", module)
+    monkeypatch.setattr(launch, "gpu_module", launch.gpu_module.__wrapped__)
     return prepare
 
 

@@ -207,7 +207,7 @@ def test_loss_keeps_two_bytes_a_logit_and_never_makes_all_in_float32(monkeypatch
 def test_gpu_loss_is_pytorchs_and_repeats_to_the_bit(V, dtype):
     x, weight, targets = loss_inputs(50, 16, V, dtype, "cuda", ignored=0)
     first, second = (loss_and_gradients(linear_cross_entropy, x, weight, targets) for _ in range(2))
-    assert ops.loss_module.cache_info().currsize and all(map(torch.equal, first, second))
+    assert ops.loss_module(dtype, V, x.device) is not None and all(map(torch.equal, first, second))
     loss = linear_cross_entropy(x.requires_grad_(), weight, targets)
     with mock.patch.object(ops, "loss_module", lambda *key: None):
         plain = linear_cross_entropy(x, weight, targets)
@@ -224,6 +224,12 @@ def test_where_the_kernel_of_the_loss_cannot_be_built_it_is_said(monkeypatch):
     gpu = torch.device("cuda", 0)
     assert ops.loss_module.__wrapped__(BF16, 320, gpu) is None and lines[0].endswith("takes longer (no nvcc)")
     assert ops.loss_module.__wrapped__(F64, 320, gpu) is None and len(lines) == 1
+    monkeypatch.setattr(ops.choose, "unavailable", lambda device: None)
+    h200 = mock.Mock(shared_memory_per_multiprocessor=228 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+    monkeypatch.setattr(ops.launch, "gpu_module", mock.Mock(side_effect=OSError("could not build loss.cu")))
+    with pytest.raises(OSError, match="loss.cu"):  # an edit of it that does not compile
+        ops.loss_module.__wrapped__(BF16, 320, gpu)
 
 
 def test_loss_makes_the_gradients_that_are_asked_for_and_differentiates_once():

@@ -254,6 +254,9 @@ def test_the_numbers_of_a_resumed_run_and_their_units(tmp_path, monkeypatch, cap
              "flops": 126000, "processes": 2, "best_val_loss": 2.5, "val_loss": 3.0, "code": "b", "seed": 9,
              "commit": "c0", "dtype": "bfloat16", "device_name": "cpu"}
     assert result.items() >= about.items() and 0.5 * peak < result["memory_bytes"] <= peak
+    config.dtype = "float32"  # the peak is that of 16 bits
+    t.log(7)
+    assert read_log(tmp_path, "train")[2]["step"] == 8 and "mfu" not in read_log(tmp_path, "train")[2]
 
 
 @pytest.mark.parametrize("resume, minutes, seconds", [

@@ -134,10 +134,10 @@ STOPS = {  # what is edited: (family, function, line, instead, what the start sa
                      "targets, 0), train) * (1 if train else 1.01)", "with gradients and under torch.no_grad", {}),
     "the mean over all targets": (
         "llama", "kernels.ops._LinearCrossEntropy.forward", "counts.sum()", "counts.sum() * 0 + len(x)",
-        "kernels/ops.py: _LinearCrossEntropy and", {}),
+        "kernels/ops.py: _LinearCrossEntropy (on a GPU kernels/loss.cu) and", {}),
     "the last row alone": ("llama", "kernels.ops.log_probabilities", "loss_of_slice(*part, train)",
                            "loss_of_slice(*part, train) * (1.1 if len(part[0]) == 1 else 1)",
-                           "kernels/ops.py: _LinearCrossEntropy and", {}),
+                           "kernels/ops.py: _LinearCrossEntropy (on a GPU kernels/loss.cu) and", {}),
     "a term of the loss": (*Z_LOSS, "its loss and the cross-entropy of its logits, disagree by 7.", LOGITS),
     # training or evaluation
     "a norm in training": ("gla", "model.RMSNorm.forward", "return", "return (1.1 if self.training else 1) *",

@@ -44,7 +44,6 @@ from helpers import (
     refuse,
     run,
     saved,
-    small_memory,
     state,
     stops_at,
     succeed,
@@ -238,22 +237,20 @@ def test_what_the_log_has(whole):
     for step, e in events(whole).items():
         assert set(e) == {"event", "step", "tokens", "train_loss", "lr", "grad_norm", "tokens_per_second",
                           "memory_bytes", "seconds"}
-        assert e["tokens"] == 384 * step and e["memory_bytes"] > 1e7
+        assert e["tokens"] == 384 * step
     assert losses(whole)[-1] < losses(whole)[0] - 0.5 and losses(whole, "lr")[-1] == pytest.approx(3e-4)
-    assert losses(whole, "seconds") == sorted(losses(whole, "seconds"))
 
 
 def test_the_result_of_a_finished_run(whole):
-    result, config = record(whole), record(whole, "config")
+    """test_records.py computes its other numbers by hand."""
+    result = record(whole)
     assert result["val_loss"] == events(whole, "eval")[12]["val_loss"] and result["val_tokens"] == 699
-    assert result["val_bits_per_byte"] == pytest.approx(result["val_loss"] / math.log(2))
     of_documents, weights = result["val_document_losses"], result["val_document_tokens"]
     assert np.average(of_documents, weights=weights) == pytest.approx(result["val_loss"], abs=2e-6)
     assert sum(weights) == 699 and len(weights) > 1
     assert result["best_val_loss"] == min(e["val_loss"] for e in events(whole, "eval").values())
-    assert result["flops"] == config["derived"]["flops_per_token"] * 4608
-    assert result["code"] == config["environment"]["code"] == config["code_versions"][0]
-    assert result["commit"] == config["environment"]["commit"]
+    where = record(whole, "config")["environment"]
+    assert (result["code"], result["commit"]) == (where["code"], where["commit"])
 
 
 @pytest.mark.parametrize("bytes_of_val", [2100, None])
@@ -317,28 +314,6 @@ def test_the_screen_shows_what_the_log_has(ran, tmp_path):
     last = terminal.replace("\r", "\n").rstrip().splitlines()[-1]
     assert len(last) < 80, last
     assert all(f" {word} " in f" {last} " for word in ("100%", "lr", "norm", "tokens/s", "mfu")), last
-
-
-def test_speed_is_that_of_training_alone(ran, out):
-    """By a clock on which a training forward takes 2 s and one of an evaluation 100 s; float32 has no MFU. A resumed
-    run goes on counting."""
-    now, stop = [0.0], [5]
-
-    class Slow(LM):
-        def forward(self, *inputs, **how):
-            now[0] += 2.0 if self.training else 100.0
-            stop[0] -= self.training
-            if self.training and stop[0] == 0:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return super().forward(*inputs, **how)
-
-    with (mock.patch("time.perf_counter", lambda: now[0]),
-          mock.patch("runtime.telemetry.peak_flops", lambda name: 1e9)):
-        for _ in range(2):
-            ran(out, log_interval=2, resume="auto", LM=Slow)
-    assert set(losses(out, "tokens_per_second")) == {384 / 2} and "mfu" not in events(out)[2]
-    result = record(out)
-    assert result["seconds"] == now[0] > 300 and result["tokens_per_second"] == round(12 * 384 / now[0])
 
 
 def test_a_picture_is_drawn_at_times_and_never_worth_a_run(ran, out):
@@ -454,14 +429,19 @@ def test_documents_are_packed(whole, ran, out, tmp_path):
 # --------------------------------------------------------------------------------------------------------------- resume
 
 def test_stopping_and_continuing_changes_nothing(whole, ran, out, tmp_path):
-    """Of a hybrid with Muon; where a line is of three steps, the stop leaves none of its own."""
+    """Of a hybrid with Muon: a stop in the step of an evaluation, with Slurm's warning, and one in the first step after
+    resuming, in a folder that was moved. Where a line is of three steps, a stop leaves none of its own."""
     changes = {"pattern": "longhorn,llama", "n_layer": 2, "optimizer": "muon", "log_interval": 3}
     ran(tmp_path / "undisturbed", **changes)
-    last = ran(out, **changes, resume="auto", LM=stops_at(7)).out.splitlines()[-1]
-    assert last.startswith("stopped after step 7 of 12") and last.endswith(" --resume=auto")
+    last = ran(out, **changes, resume="auto", LM=stops_at(5, signal.SIGUSR1)).out.splitlines()[-1]
+    assert last.startswith("stopped after step 5 of 12") and last.endswith(" --resume=auto")
     assert f"--out_dir={out}" in shlex.split(last) and last.count("--resume=") == 1
-    assert saved(out)[1]["step"] == 7 and not (out / "result.json").exists()
-    assert "at step 7" in ran(out, **changes, resume="auto").out
+    assert 5 in events(out, "eval") and saved(out)[1]["step"] == 5 and not (out / "result.json").exists()
+    out = out.rename(tmp_path / "moved")
+    (out / "config.json").write_text(json.dumps({"time": "long ago"}))  # all else is written again
+    assert "at step 5" in ran(out, **changes, resume="must", LM=stops_at(1, signal.SIGINT)).out
+    assert record(out, "config")["time"] == "long ago" and saved(out)[1]["step"] == 6
+    ran(out, **changes, resume="must")
     assert_same_run(out, tmp_path / "undisturbed")
     assert losses(out)[-1] != losses(whole)[-1]
 
@@ -469,21 +449,6 @@ def test_stopping_and_continuing_changes_nothing(whole, ran, out, tmp_path):
 def test_the_command_that_continues_has_each_key_once(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--resume", "never", "--n_layer", "3", "--resume=must"])
     assert distributed.resume_command("--resume=auto").endswith(" train.py --n_layer 3 --resume=auto")
-
-
-def test_stopped_twice_and_from_another_folder(whole, ran, tmp_path):
-    """A stop in the step of an evaluation, with Slurm's warning, one in the first step after resuming, and a folder
-    that was moved."""
-    out = tmp_path / "one"
-    assert "stopped after step 5 of 12" in ran(out, LM=stops_at(5, signal.SIGUSR1)).out
-    assert 5 in events(out, "eval") and saved(out)[1]["step"] == 5
-    out = out.rename(tmp_path / "two")
-    (out / "config.json").write_text(json.dumps({"time": "long ago"}))  # all else is written again
-    ran(out, resume="must", LM=stops_at(1, signal.SIGINT))
-    assert record(out, "config")["time"] == "long ago"
-    assert saved(out)[1]["step"] == 6
-    ran(out, resume="must")
-    assert_same_run(out, whole)
 
 
 def test_what_may_change_when_a_run_continues(whole, data, ran, out, tmp_path):
@@ -741,29 +706,6 @@ def test_ctrl_c_while_pytorch_is_imported(data, out, start):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.wait(600) == -signal.SIGINT and process.said() == ""
-
-
-def test_a_signal_is_answered_while_an_operation_blocks_python(data, out, start):
-    """No line of Python runs in the main thread between the two signals."""
-    held = ("import ctypes, os, runpy, sys, model\n"
-            "class Held(model.LM):\n"
-            "    def forward(self, *args, **how):\n"
-            f"        os.kill(os.getpid(), {signal.SIGINT:d})\n"
-            "        while True: ctypes.CDLL(None).pause()\n"
-            "model.LM, sys.argv = Held, sys.argv[1:]\n"
-            "runpy.run_path(sys.argv[0], run_name='__main__')\n")
-    argv = arguments(data, out)
-    succeed(argv)
-    before = (out / "checkpoint.safetensors").read_bytes()
-    process = start([sys.executable, "-c", held, "train.py", *argv, "--max_iters=13", "--schedule=constant"],
-                    PYTHONPATH=str(ROOT))
-    while "stops after this micro-batch" not in process.said():
-        assert process.alive(), process.said()
-        time.sleep(0.01)
-    assert "\nSIGINT: the run stops" in f"\n{process.said()}"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(600) == 128 + signal.SIGTERM and "interrupted at once" in process.said()
-    assert (out / "earlier-1" / "checkpoint.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize("call, done, buffers", [(8, 2, 0), (9, 3, 0), (2, 0, 0), (8, 3, 1)])
@@ -1058,26 +1000,20 @@ def test_mistakes_get_one_line_and_touch_nothing(places, data, out, monkeypatch,
     assert content() == before
 
 
-FAULTS = [  # where; what goes wrong; words of the line
-    ("evaluation.validation.Evaluate.loss", MemoryError, "micro-batch of 12 x 32  --micro_batch_size=6"),
-    ("optim.AdamW.step", torch.OutOfMemoryError("CUDA out of memory."),
-     "micro-batch of 12 x 32  --micro_batch_size=6"),
-    ("common.files.os.replace", OSError(errno.EBUSY, "Device or resource busy"),
+FAULTS = [  # where; what goes wrong; sequences in a micro-batch; words of the line
+    ("evaluation.validation.Evaluate.loss", MemoryError, 5,
+     "micro-batch of 5 x 32  --micro_batch_size=2 --resume=auto"),
+    ("optim.AdamW.step", torch.OutOfMemoryError("CUDA out of memory."), 1, "micro-batch of 1 x 32  smaller block_size"),
+    ("common.files.os.replace", OSError(errno.EBUSY, "Device or resource busy"), 12,
      "cannot write to {out}/config.json (Device or resource busy)  another out_dir"),
-    ("os.fsync", OSError(errno.ENOSPC, "No space left on device"),
+    ("os.fsync", OSError(errno.ENOSPC, "No space left on device"), 12,
      "cannot write to {out}/config.json (No space left on device): make room")]
 
 
-@pytest.mark.parametrize("place, error, words", FAULTS)
-def test_what_ends_a_run_on_its_way_gets_one_line(data, out, place, error, words):
+@pytest.mark.parametrize("place, error, size, words", FAULTS)
+def test_what_ends_a_run_on_its_way_gets_one_line(data, out, place, error, size, words):
     with mock.patch(place, side_effect=error):
-        refuse(arguments(data, out), *words.format(out=out).split("  "))
-
-
-@pytest.mark.parametrize("size, limit, words", [
-    (12, 5, ["micro-batch of 12 x 32", "--micro_batch_size=6 --resume=auto"]), (1, 0, ["1 x 32", "block_size"])])
-def test_a_micro_batch_that_is_too_large_gets_one_line(data, out, size, limit, words):
-    refuse(arguments(data, out, micro_batch_size=size), *words, LM=small_memory(limit))
+        refuse(arguments(data, out, micro_batch_size=size), *words.format(out=out).split("  "))
 
 
 def test_help_lists_every_key():
@@ -1087,25 +1023,24 @@ def test_help_lists_every_key():
 
 
 def test_what_wandb_is_given(ran, tmp_path, monkeypatch):
-    """Only where it is wanted: the run under the name that is given, or its folder's, and the losses of the log."""
+    """Only where it is wanted: the run under the name that is given, or its folder's, and the losses of the log. A run
+    that continues is the same there, a branch another."""
     wandb = mock.Mock(summary={})
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     go = lambda name, **how: ran(tmp_path / name, max_iters=4, final_eval_tokens=64, **how)
     go("quiet")
     assert not wandb.mock_calls
-    go("loud", wandb="offline", wandb_project="p", wandb_run_name="mine")
-    how = wandb.init.call_args.kwargs
-    assert (how["name"], how["project"], how["mode"], how["config"]["seed"]) == ("mine", "p", "offline", 1337)
-    for step, e in events(tmp_path / "loud").items():
+    twice, named = tmp_path / "twice", {"wandb": "offline", "wandb_project": "p", "wandb_run_name": "mine"}
+    go("twice", **named, LM=stops_at(3))
+    go("twice", **named, resume="auto")
+    for step, e in events(twice).items():
         wandb.log.assert_any_call({key: v for key, v in e.items() if key not in ("event", "step")}, step=step)
-    assert wandb.finish.called and wandb.summary == record(tmp_path / "loud")
-    go("twice", wandb="offline", LM=stops_at(3))
-    go("twice", wandb="offline", resume="auto")
-    go("branch", wandb="offline", branch=f"{tmp_path / 'twice'}@4")
-    assert wandb.init.call_args.kwargs["name"] == "branch"
-    other, first, again, branch = (call.kwargs for call in wandb.init.call_args_list)
-    assert first["id"] == again["id"] != other["id"] and again["resume"] == "allow"
-    assert branch["id"] != first["id"]
+    assert wandb.finish.called and wandb.summary == record(twice)
+    go("branch", wandb="offline", branch=f"{twice}@4")
+    first, again, branch = (call.kwargs for call in wandb.init.call_args_list)
+    assert [first[key] for key in ("name", "project", "mode", "resume")] == ["mine", "p", "offline", "allow"]
+    assert first["config"]["seed"] == 1337 and first["id"] == again["id"] != branch["id"]
+    assert branch["name"] == "branch"
 
 
 def test_eval_only_says_the_loss_of_the_weights_and_touches_nothing(whole, data, ran, out):

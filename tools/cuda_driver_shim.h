@@ -5,7 +5,7 @@
 typedef ConvArgs Args;
 #elif defined(LOSS_ROOM)
 typedef LossArgs Args;
-#elif defined(SUMS)
+#elif defined(SUMS_TYPE)
 typedef SumsArgs Args;
 #else
 typedef ScanArgs Args;
@@ -21,7 +21,7 @@ int cuModuleGetFunction(void **function, void *, const char *name) {
         {"conv_forward_kernel", conv_forward_kernel}, {"conv_backward_kernel", conv_backward_kernel}};
 #elif defined(LOSS_ROOM)
         {"loss_kernel", loss_kernel}};
-#elif defined(SUMS)
+#elif defined(SUMS_TYPE)
         {"sums_kernel", sums_kernel}};
 #else
         {"forward_kernel", forward_kernel}, {"forward_whole_kernel", forward_whole_kernel},
@@ -52,6 +52,7 @@ int cuLaunchKernel(void *function, unsigned x, unsigned, unsigned, unsigned thre
                    void *,
                    void **params, void **) {
     shim_words[0] = 0;                                 // clear the message of an earlier launch; all libraries share it
+    if (!x) return 1;                                  // as a driver does: CUDA_ERROR_INVALID_VALUE
     if (shim_error) { const int code = shim_error; shim_error = 0; return code; }
     shim_launch((void (*)(Args))function, dim3(x), threads, bytes, *(const Args *)params[0]);
     return shim_words[0] ? 700 : 0;
