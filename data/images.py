@@ -112,7 +112,9 @@ def images_in(root):
     if not root.is_dir():
         raise DataError(f"there is no folder {root}: {LAYOUT}; other datasets are digits and hf:NAME")
     endings = Image.registered_extensions()
-    found = sorted(path for path in root.glob("*/*") if path.suffix.lower() in endings)
+    found = []
+    for of_class in sorted(filter(Path.is_dir, root.iterdir())):
+        found += [path for path in sorted(of_class.iterdir()) if path.suffix.lower() in endings]
     if not found:
         raise DataError(f"{root} has no class folders with images: {LAYOUT}")
     return found
