@@ -368,6 +368,9 @@ def test_dropout_is_a_function_of_seed_step_and_process():
 # ----------------------------------------------------------------------------------------------------------- the sweep
 
 def test_the_papers_448_runs_as_specified():
+    """And those of its claim: T = 512 at width 64."""
+    claim = mqar.RecallSweep(["run", "--preset=gpu"]).plan()
+    assert len(claim) == 3 * 4 and {(c.at["T"], c.at["n_embd"]) for c in claim} == {(512, 64)}
     cells = mqar.RecallSweep(["run", "--preset=paper", "--widths=64"]).plan()
     assert mqar.PRESETS["paper"].widths == (64, 128, 256, 512) and len({c.name for c in cells}) == len(cells) == 448 / 4
     assert {c.at["mixer"] for c in cells} == {"attention", "based", "hyena", "rwkv4", "baseconv", "mamba", "longhorn"}

@@ -223,6 +223,16 @@ def test_a_plan_grows_and_a_cell_that_began_keeps_its_arguments(tmp_path):
     assert cell.argv == runner.read_plan(tmp_path)["cells"]["a"]["argv"] == began
 
 
+def test_a_sweep_is_the_papers_if_all_of_its_commands_are(tmp_path):
+    found = []
+    for argv in ["longhorn"], [], ["--steps=64"], ["longhorn"]:
+        of_paper = sweep.Sweep(["paper", *argv])
+        of_paper.preset, of_paper.folder = of_paper.chosen(), tmp_path
+        runner.write_plan(tmp_path, [], **of_paper.about())
+        found.append(runner.read_plan(tmp_path)["paper"])
+    assert found == [True, True, False, False]
+
+
 @pytest.mark.parametrize("recorded, said", [  # two versions: one of them is this one
     (["1"], None), (["2"], "cafe0: model.py"), (["2", "1"], None), ([], None)])
 def test_a_sweep_of_other_code_goes_on_and_says_so(tmp_path, monkeypatch, capsys, recorded, said):

@@ -436,6 +436,7 @@ def test_a_sweep_and_its_report(tmp_path, monkeypatch):
     short = [f"--{k}={v}" for k, v in {**SMALL, "self_check": "off", "max_iters": 2}.items() if k != "n_layer"]
     cells = sweep_of_images.cells_of("digits", (1, 2), short)
     assert len({c.name for c in cells}) == len(cells) == 18
+    assert 1.5 * sum(c.seconds for c in cells) == 2 * 3600  # of three seeds
     assert [c.at["n_layer"] for c in cells if c.at["seed"] == 1] == [4, 4, 4, 4, 3, 2, 2, 1, 1]
     sweep_of_images.runner.write_plan(tmp_path, cells, speed={"ViL, separate, 4 layers": 735})
     with mock.patch("runtime.records.code_version", lambda: {"commit": None, "uncommitted_changes": None}):

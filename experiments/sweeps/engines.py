@@ -80,7 +80,7 @@ class Local:
 
     poll_seconds = 0.2
 
-    def __init__(self, folder, jobs, nproc=1, gpus=()):
+    def __init__(self, folder, jobs, nproc, gpus):
         self.folder, self.jobs, self.nproc, self.gpus = Path(folder).resolve(), jobs, nproc, gpus
         self.pool, self.cells = ThreadPoolExecutor(jobs), {}
 
@@ -131,7 +131,7 @@ class Slurm:
              "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((SLURM_CPUS_ON_NODE + NPROC - 1) / NPROC))}",
              '[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK')  # srun drops it
 
-    def __init__(self, folder, options, nproc=1):
+    def __init__(self, folder, options, nproc):
         import submitit
 
         self.folder, self.mark, self.nproc, self.ids, self.stopping = folder, mark(folder), nproc, {}, False
@@ -227,7 +227,7 @@ class Ray:
 
     poll_seconds = 1.0
 
-    def __init__(self, folder, address, options, nproc=1):
+    def __init__(self, folder, address, options, nproc):
         import ray
 
         self.folder, self.mark, self.ray, self.cells, self.actor = folder, mark(folder), ray, {}, ray.remote(RayCell)
