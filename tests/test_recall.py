@@ -221,6 +221,8 @@ def test_every_parameter_learns(mixer):
 def test_what_writes_to_the_residual_stream_starts_at_the_scale_of_two_branches(mixer):
     model = Recall(config_of(mixer, n_embd=64))
     last = model.layers[1].branches[0].mixer.out_proj
+    if mixer == "hyena":
+        assert (model.layers[1].branches[0].mixer.filter.frequency == 1).all()
     wanted = (3 * 2 * last.in_features) ** -0.5 if mixer == "longhorn" else 0.02 * 2**-0.5
     assert model.config.n_branches == 2 and last.weight.std().item() == pytest.approx(wanted, rel=0.1)
 
@@ -368,9 +370,10 @@ def test_dropout_is_a_function_of_seed_step_and_process():
 # ----------------------------------------------------------------------------------------------------------- the sweep
 
 def test_the_papers_448_runs_as_specified():
-    """And those of its claim: T = 512 at width 64."""
-    claim = mqar.RecallSweep(["run", "--preset=gpu"]).plan()
-    assert len(claim) == 3 * 4 and {(c.at["T"], c.at["n_embd"]) for c in claim} == {(512, 64)}
+    for preset, runs in (("laptop", (9 + 3) * 2), ("sooner", 2 * 3 * 6), ("steps", 2 * 6 * 2 * 3), ("gpu", 3 * 4)):
+        planned = mqar.RecallSweep(["run", f"--preset={preset}"]).plan()
+        assert len(planned) == runs, preset
+    assert {(c.at["T"], c.at["n_embd"]) for c in planned} == {(512, 64)}  # the claim
     cells = mqar.RecallSweep(["run", "--preset=paper", "--widths=64"]).plan()
     assert mqar.PRESETS["paper"].widths == (64, 128, 256, 512) and len({c.name for c in cells}) == len(cells) == 448 / 4
     assert {c.at["mixer"] for c in cells} == {"attention", "based", "hyena", "rwkv4", "baseconv", "mamba", "longhorn"}

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -25,9 +26,8 @@ from helpers import ROOT, refuse, refused, run_program, succeed, table
 from safetensors.torch import save_file
 
 from common.errors import ConfigError
-from experiments import sweep
-from experiments.records import check_packages
-from experiments.sweeps import engines, experiment, runner
+from experiments import report, sweep
+from experiments.sweeps import engines, runner
 from experiments.sweeps.runner import Cell
 from runtime import records
 from runtime.records import BadRecord, is_finished
@@ -484,8 +484,6 @@ LARGE = sweep.PRESETS["laptop"].sizes["1.5M"]
 
 
 @pytest.mark.parametrize("argv, sizes", [
-    ("--sizes=460K --seeds=2 --steps=512 --budgets=128,256",
-     {"460K": replace(SMALL, steps=512, budgets=(128, 256), seeds=2)}),
     ("--sizes=1.5M --search=4", {"1.5M": replace(LARGE, search=4)}),
     ("--sizes=1.5M --sizes=250K:n_embd=96", {  # the smallest has a search, as there is none before it
         "1.5M": replace(LARGE, search=2), "250K": replace(SMALL, argv=("--n_embd=96",))})])
@@ -608,15 +606,17 @@ def test_a_family_of_which_nothing_ended_is_left_out(tmp_path, pretend):
     assert families_reported(tmp_path) == {"longhorn"}
 
 
-def test_a_sweep_that_cannot_report_or_is_stopped_says_how_to_go_on(tmp_path, pretend, monkeypatch, capsys):
-    pretend(lambda at: 1 + abs(at["learning_rate"] - 3e-3))
-    argv = ["laptop", "gla", "--sizes=460K", "--seeds=1", f"--out={tmp_path}"]
-    monkeypatch.setattr(experiment, "check_packages", lambda: check_packages(["none"]))
-    assert sweep.main(argv) == 0
-    way_out = f"pip install --group experiments; then: python experiments/sweep.py report {tmp_path}\n"
-    assert way_out in capsys.readouterr().out
+def test_a_stopped_sweep_is_a_line(tmp_path, pretend, monkeypatch):
+    pretend(lambda at: 1.0)
     monkeypatch.setattr(runner, "run_cells", mock.Mock(side_effect=KeyboardInterrupt("3 cells are left")))
-    refused(run_program(lambda: sweep.main(argv)), "stopped: 3 cells are left", quiet=False)
+    stopped = run_program(lambda: sweep.main(["laptop", "gla", "--sizes=460K", f"--out={tmp_path}"]))
+    refused(stopped, "stopped: 3 cells are left", quiet=False)
+
+
+def test_a_report_of_a_sweep_is_what_is_asked_for(monkeypatch):
+    monkeypatch.setattr(report, "write", write := mock.Mock(return_value={}))
+    assert sweep.main(["report", "a", "--out=b", "--accept_code=c", "--save", "--style=d"]) == 0
+    write.assert_called_once_with(Path("a"), Path("b"), accept_code=("c",), save_it=True, style=Path("d"))
 
 
 def test_no_rate_is_chosen_while_a_run_of_the_search_is_missing(tmp_path, pretend):

@@ -447,6 +447,7 @@ def test_a_sweep_and_its_report(tmp_path, monkeypatch):
     accuracy = 100 * record(tmp_path / cells[9].name)["val_accuracy"]
     row, = re.findall(r"\| ViL, separate, 4 layers \|.*", text)
     assert row.endswith(f"| {accuracy:.1f} | nan | {accuracy:.1f} | 735 |") and "| ViL-Tiny | 7M | 76.4 |" in text
+    assert "![By seed, mean" in text
     assert "2 of 18 runs" in text and "- not run (16): vil" in text and (tmp_path / "report.png").exists()
 
 
