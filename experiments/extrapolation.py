@@ -250,7 +250,7 @@ def evaluate(folder, args, run):
     with fields(f"{folder}: its records"):
         dtype = pick_dtype(meta["config"]["dtype"], device)
         checkpoint = {"step": meta["step"], "tokens": meta["tokens"], "data": meta["data"], "block_size": trained,
-                      "code": (meta.get("code_versions") or ["unknown"])[-1],
+                      "code": meta["code_versions"][-1],
                       "parameters": sum(p.numel() for p in lm.parameters()), "seed": meta["config"]["seed"]}
         dataset = args.dataset or str(meta["config"]["dataset"])
     rows, lengths, text = cut_text(lm, dataset, meta["data"], folder, args)

@@ -578,9 +578,7 @@ class Sweep(Experiment):
         command = shlex.join(["python", self.script, *sys.argv[1:]])
         is_paper = args.command == "paper" and not (args.steps or args.sizes or args.others)
         return {"preset": args.command, "paper": is_paper and before.get("paper", True), "warmup": self.preset.warmup,
-                "models": list(dict.fromkeys([*before.get("models", ()), *self.preset.models])),
-                "sizes": before.get("sizes", {}) | self.sizes(),
-                "commands": list(dict.fromkeys([*before.get("commands", ()), command]))}
+                "models": [*self.preset.models], "sizes": self.sizes(), "commands": [command]}
 
     def work(self, planned):
         preset = self.preset

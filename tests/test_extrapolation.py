@@ -241,8 +241,9 @@ def test_a_page_says_what_is_missing_or_not_comparable(tmp_path):
     assert all(new in page for new in ("AMD EPYC, NVIDIA H100;", "bfloat16 and float16;", " to 2026-12-01;"))
     for x in longhorn["lengths"]:
         x |= {"loss": None, "loss_standard_error": None}  # it diverged
+    longhorn["text"]["documents"] = None
     page = page_of(tmp_path / "edited.json", [longhorn])
-    assert "| longhorn | 256 | nan" in page
+    assert "| longhorn | 256 | nan" in page and "end to end, across documents" in page
 
 
 REFUSED = """

@@ -209,9 +209,9 @@ def test_the_bar_of_a_terminal_shows_the_counts(tmp_path, stand_in, monkeypatch)
 
 
 def test_a_plan_grows_and_a_cell_that_began_keeps_its_arguments(tmp_path):
-    runner.write_plan(tmp_path, [Cell("a", ["--d_state=8"], {"seed": 1})], preset="laptop")
-    runner.write_plan(tmp_path, [Cell("b", ["y"], {"seed": 2})])
-    assert runner.read_plan(tmp_path) == {"preset": "laptop", "cells": {
+    runner.write_plan(tmp_path, [Cell("a", ["--d_state=8"], {"seed": 1})], preset="laptop", models=["gla"])
+    runner.write_plan(tmp_path, [Cell("b", ["y"], {"seed": 2})], models=["mamba", "gla"])
+    assert runner.read_plan(tmp_path) == {"preset": "laptop", "models": ["gla", "mamba"], "cells": {
         "a": {"seed": 1, "argv": ["--d_state=8"]}, "b": {"seed": 2, "argv": ["y"]}}}
     began = ["--d_state=16", "--eval_batch_size=32"]
     runner.write_plan(tmp_path, [Cell("a", began)])  # nothing ran yet

@@ -122,7 +122,8 @@ class Experiment:
         jobs, gpus, where = runner.placement(args, self.nproc, self.per_gpu)
         planned = self.plan()
         runner.say_changed_code(self.folder, args.accept_code)
-        self.uncommitted = runner.uncommitted()  # before anything runs
+        diff = runner.uncommitted()  # before anything runs
+        self.diffs = [diff] if diff else []
         self.say_plan(planned, jobs, where)
         if args.dry_run:
             self.say_commands([c for c in planned if not is_finished(self.folder / c.name)])
@@ -138,9 +139,7 @@ class Experiment:
 
     def go(self, cells):
         """Add cells to the plan, and run what has no final record yet."""
-        before = runner.read_plan(self.folder, new=True).get("uncommitted", [])
-        diffs = [diff for diff in dict.fromkeys([*before, self.uncommitted]) if diff]
-        runner.write_plan(self.folder, cells, **self.about(), uncommitted=diffs)
+        runner.write_plan(self.folder, cells, **self.about(), uncommitted=self.diffs)
         self.cells += cells
         self.failed |= runner.run_cells(cells, self.folder, self.engine, self.program)
 

@@ -68,7 +68,7 @@ class Cell:
 # ----------------------------------------------------------------------------------------------------------------- plan
 
 def write_plan(folder, cells, **about):
-    """Add cells to folder/plan.json, and what is true of the whole sweep (`about`).
+    """Add cells to folder/plan.json, and what is true of the whole sweep (`about`), of which lists and dicts grow.
 
     A cell that has begun keeps the arguments it began with: cell.argv is set to them. Raises ConfigError where the new
     ones would give another result.
@@ -86,8 +86,13 @@ def write_plan(folder, cells, **about):
             raise ConfigError(f"{c.name} in {folder} ran with other arguments ({', '.join(changed)}): "
                               "choose another --out")
         c.argv = began
-    new = {c.name: {**c.at, "argv": c.argv} for c in cells}
-    write_json(folder / "plan.json", {**old, **about, "cells": {**old["cells"], **new}})
+    about["cells"] = {c.name: {**c.at, "argv": c.argv} for c in cells}
+    for key, value in about.items():
+        if isinstance(value, list):
+            about[key] = list(dict.fromkeys([*old.get(key, ()), *value]))
+        if isinstance(value, dict):
+            about[key] = old.get(key, {}) | value
+    write_json(folder / "plan.json", old | about)
 
 
 def settings(argv, without=()):
