@@ -238,8 +238,9 @@ def test_the_numbers_of_a_resumed_run_and_their_units(tmp_path, monkeypatch, cap
         now[0] += 3
         t.log(step, train_loss=4.0, lr=1e-3)
         now[0] += 5
-    t.log_evaluation(4, {"val_loss": 3.0})  # not the best; of a step before, so that it is logged
-    assert t.finish(None) == {"val_loss": 3.0}
+    t.log_evaluation(4, {"val_loss": 2.0, "compare_loss": 3.0})  # of a step before, so that it is logged
+    assert t.val_loss == 3.0, "not the best: that is chosen on the same tokens"
+    assert t.finish(None) == {"val_loss": 2.0}
     said = capsys.readouterr().out
     assert "6 steps of 700 tokens = 1.25 epochs, 2 micro-batches per step" in said
     assert "finished: 4,200 tokens in 74 s" in said
@@ -251,11 +252,12 @@ def test_the_numbers_of_a_resumed_run_and_their_units(tmp_path, monkeypatch, cap
         assert 0.5 * peak < line["memory_bytes"] <= peak
     result = read_json(tmp_path / "result.json")
     about = {"steps": 6, "skipped_steps": 1, "tokens": 4200, "seconds": 74.0, "tokens_per_second": 57, "parameters": 11,
-             "flops": 126000, "processes": 2, "best_val_loss": 2.5, "val_loss": 3.0, "code": "b", "seed": 9,
+             "flops": 126000, "processes": 2, "best_val_loss": 2.5, "val_loss": 2.0, "code": "b", "seed": 9,
              "commit": "c0", "dtype": "bfloat16", "device_name": "cpu"}
     assert result.items() >= about.items() and 0.5 * peak < result["memory_bytes"] <= peak
     config.dtype = "float32"  # the peak is that of 16 bits
     t.log(7)
+    assert t.val_loss is None, "of a step without an evaluation"
     assert read_log(tmp_path, "train")[2]["step"] == 8 and "mfu" not in read_log(tmp_path, "train")[2]
 
 
