@@ -145,10 +145,10 @@ def scalar(rank):
     return Scalar
 
 
-def reads_other_data(argv):
-    """Rank 1 of a run whose folders differ between the machines."""
-    distributed.launch("train.py", lambda _: train.main(
-        [a.replace("/words", "/others") for a in argv] if os.environ["RANK"] == "1" else argv))
+def differs(old, new, argv):
+    """Rank 1 of a run whose command, or machine, is another one."""
+    of_rank = [a.replace(old, new) for a in argv] if os.environ["RANK"] == "1" else argv
+    distributed.launch("train.py", lambda _: train.main(of_rank))
 
 
 def runs_other_code(argv):
@@ -163,7 +163,8 @@ def runs_other_code(argv):
 REFUSED = [  # settings of two processes; how they differ from others; words of the line
     ({"parallel": "hsdp"}, {}, "hsdp needs several machines"), ({"parallel": "fsdp"}, {"LM": scalar}, "temperature"),
     ({}, {"LM": scalar}, "the loss does not depend on the parameters temperature:"),
-    ({}, {"main": reads_other_data}, "the ranks disagree about data", "the same on every node"),
+    ({}, {"main": functools.partial(differs, "/words", "/others")}, "the ranks disagree about data", "on every node"),
+    ({}, {"main": functools.partial(differs, "float32", "bfloat16")}, "the ranks disagree about dtype"),
     ({}, {"main": runs_other_code}, "the ranks disagree about families/mine.py", "the same on every node")]
 
 
@@ -189,15 +190,20 @@ def test_weights_are_shares_of_the_targets(weights, right):
         list(distributed.micro_batches(*how, 0, Signals()))
 
 
+class Counted(torch.nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
 @pytest.mark.parametrize("recompute, forwards", [("none", [1, 1, 1]), ("block", [2, 2, 2]), ("every_other", [2, 1, 2])])
 def test_which_layers_are_computed_again(recompute, forwards):
-    layers = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
-    calls = [mock.Mock(side_effect=layer.forward) for layer in layers]
-    for layer, call in zip(layers, calls, strict=True):
-        layer.forward = call
+    layers = torch.nn.Sequential(*(Counted(2, 2) for _ in range(3)))
     distributed.prepare_layers(SimpleNamespace(layers=layers), SimpleNamespace(compile=False, recompute=recompute))
     layers(torch.ones(1, 2, requires_grad=True)).sum().backward()
-    assert [call.call_count for call in calls] == forwards
+    assert [layer.calls for layer in layers] == forwards
 
 
 class Around(torch.nn.Module):

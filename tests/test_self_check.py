@@ -32,7 +32,7 @@ from common.errors import ConfigError
 from inspection.self_check import LEAST, OTHER_ORDER, self_check
 from kernels import build, fused, ops
 from kernels import linear_attention as la
-from kernels.scan import selective_scan
+from kernels.compat import selective_scan_fn
 from model import FAMILIES, LM, ModelConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -104,6 +104,8 @@ CONV = "kernels/conv_norm.cu and kernels/ops.py (causal_conv1d) disagree by"
 STATE = " over the whole sequence and through the state disagree by"
 GLA_STATE = "model.py: GLA.forward (GLA)" + STATE
 BESIDE = "model.py: GLA.forward (GLA) beside two different rows disagree by"
+AHEAD = "model.py: GLA.forward (GLA) before two different last tokens"
+PLAIN_GLA = "model.py: GLA.forward (GLA) with --backend=(empty) and with --backend=torch"
 Z_LOSS = ("llama", "model.LM.forward", "loss = cross_entropy(logits, targets)",
           "loss = cross_entropy(logits, targets) + 1e-2 * logits.logsumexp(-1).square().mean()")
 STOPS = {  # what is edited: (family, function, line, instead, what the start says, settings)
@@ -125,6 +127,11 @@ STOPS = {  # what is edited: (family, function, line, instead, what the start sa
         "deltanet", "kernels.linear_attention._delta_rule", "wanted = b_c", "wanted = 0.997 * b_c", "(delta_rule)", {}),
     "a mask of documents": (
         "retnet", "kernels.linear_attention._retention", "n], same)", "n], None)", "(retention)", PACK),
+    "five chunks of a scan": ("mamba", "kernels.scan._loop", "y * F.silu(z)",
+                              "y * F.silu(z) * (1 if y.shape[1] < 60 else 1.1)", "(selective_scan) disagree by", {}),
+    "plain operators in training": (
+        "gla", "model.GLA.forward", "self.qk(x)", "self.qk(F.dropout(x, 0.1, self.training) * "
+        "(1.1 if self.training and self.backend == 'torch' else 1))", PLAIN_GLA, {}),
     # the loss
     "a cap of the logits": (HYBRID, *CAP, "model.py: LM.forward, the loss alone and the loss from logits", {}),
     "a small z-loss": (HYBRID, "model.LM.forward", "loss = cross_entropy(logits, targets)",
@@ -147,8 +154,7 @@ STOPS = {  # what is edited: (family, function, line, instead, what the start sa
         "self.w3(x) * torch.tensor([1 if self.training else 1.05, *[1] * (len(x) - 1)]).view(-1, 1, 1))",
         "self-check: model.py: SwiGLU.forward (SwiGLU) in training and in eval mode disagree", {}),
     "plain operators only": ("gla", "model.GLA.forward", "y = self.out",
-                             "y = (1.1 if self.backend == 'torch' else 1) * self.out",
-                             "model.py: GLA.forward (GLA) with --backend=(empty) and with --backend=torch", {}),
+                             "y = (1.1 if self.backend == 'torch' else 1) * self.out", PLAIN_GLA, {}),
     "logits without targets": ("gla", "model.LM.forward", "    if loss_only:\n",
                                "    if targets is None and not state:\n        logits /= 2\n    if loss_only:\n",
                                "model.py: LM.forward with and without targets disagree", {}),
@@ -159,7 +165,9 @@ STOPS = {  # what is edited: (family, function, line, instead, what the start sa
     "a counter": ("gla", "model.GLA.forward", "y = self.out", "self.calls = 1 + getattr(self, 'calls', 0)\n    "
                   "y = self.calls * self.out", "the model is not deterministic", {}),
     "later tokens": ("gla", "model.GLA.forward", "self.qk(x)", "self.qk(x + x.flip(1))",
-                     "model.py: GLA.forward (GLA) before two different last tokens", {}),
+                     AHEAD, {}),
+    "later tokens in training": ("gla", "model.GLA.forward", "self.qk(x)", "self.qk(F.dropout(x + x.flip(1) * "
+                                 "self.training, 0.1, self.training))", AHEAD, {}),
     "a mean over rows": ("llama", "model.LM.through_layers", "after = []", "after, h = [], h + h.mean(0)",
                          "model.py: LM.forward beside two different rows disagree", {}),
     "rows in training": ("gla", "model.GLA.forward", "self.qk(x)",
@@ -390,10 +398,6 @@ def library_bodies():
     def chunk_gla(q, k, v, scale, initial_state, output_final_state, g):
         assert {q.dtype, k.dtype, v.dtype} <= {torch.bfloat16, torch.float16} and scale == 1.0
         return la._gla(q, k, v, g, initial_state)
-
-    def selective_scan_fn(u, delta, A, B, C, D, z, delta_bias, delta_softplus):
-        u, delta, B, C, z = (a.transpose(1, 2) for a in (u, delta, B, C, z))
-        return selective_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus).transpose(1, 2)
 
     def causal_conv1d_fn(x, weight, bias, activation):
         return ops.causal_conv1d(x.transpose(1, 2), weight, bias, silu=bool(activation)).transpose(1, 2)
