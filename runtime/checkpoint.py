@@ -114,7 +114,7 @@ def load(path, prefix=""):
         else:
             with safetensors.safe_open(path, "pt") as f:  # cloned: the library's tensors are views of the mapped file
                 tensors = {name: f.get_tensor(name).clone() for name in f.keys() if name.startswith(prefix)}
-            meta = {**json.loads(header["meta"])}
+            meta = json.loads(header["meta"])
             wrong = former_setting(meta)
             if not wrong:
                 return tensors, meta
@@ -167,7 +167,7 @@ def checksum(path):
 
 def meta_of(path):
     """The dict that was saved with a checkpoint. Raises CheckpointError."""
-    return _in_header(path, lambda header: {**json.loads(header["meta"])})
+    return _in_header(path, lambda header: json.loads(header["meta"]))
 
 
 def _earlier(folder):
@@ -315,7 +315,7 @@ class CheckpointManager:
     def on_resume(self, path, meta):
         """Continue from the checkpoint `path`: finish what a kill right after its write interrupted."""
         self.best = meta["best"]
-        if self.best and self.best[1] == meta["step"] and path.name != BEST:
+        if self.best and self.best[1] == meta["step"]:
             _link(path, self.folder / BEST)
         if path.name == NEWEST:
             self.newest_step = meta["step"]

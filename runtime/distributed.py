@@ -17,7 +17,6 @@ import ctypes
 import datetime
 import functools
 import gc
-import itertools
 import math
 import os
 import platform
@@ -418,11 +417,8 @@ def resume_command(*changes):
     """The command line that continues this run with some settings changed."""
     if world_size() > 1:
         return "the same torchrun command with " + " ".join(changes)
-    names = [change.partition("=")[0] for change in changes]
-    kept = []
-    for before, argument in itertools.pairwise(["", *sys.argv]):  # a value may also be the word after its key
-        if before not in names and argument.partition("=")[0] not in names:
-            kept.append(argument)
+    given = tuple(change.partition("=")[0] + "=" for change in changes)
+    kept = [argument for argument in sys.argv if not argument.startswith(given)]
     return shlex.join([sys.executable, *kept, *changes])
 
 

@@ -288,9 +288,9 @@ class Folder:
             shutil.copyfile(path.parent / "log.jsonl", self.out / "log.jsonl")
         (self.out / "result.json").unlink(missing_ok=True)  # from before the run was extended
         code, versions = found.environment["code"], self.progress.code_versions
-        if versions and versions[-1] != code:
-            found.notes.append(f"the code was {versions[-1]}, is {code}: config.json names both")
-        if versions[-1:] != [code]:
+        if code not in versions[-1:]:
+            if versions:
+                found.notes.append(f"the code was {versions[-1]}, is {code}: config.json names both")
             versions.append(code)
         began = self.record("config.json").get("time") if found.step > 0 else None  # a branch has no config.json yet
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
