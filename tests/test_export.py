@@ -549,10 +549,6 @@ def test_the_tokens_of_the_check_are_those_of_every_version():
 def test_check_sees_what_is_no_longer_what_was_exported(family, leave, tmp_path):
     to = tmp_path / "hf"
     leave(tiny(family), {"dtype": "bfloat16"})
-    assert run(check=to, out_dir=tmp_path / "run").code == 0
-    lm = tiny(family)
-    lm.embed.weight.data[5, 3] += 0.5
-    refused(run(check=to, out_dir=make_run(tmp_path / "other", lm)), "not the model that was exported", "differ")
     weights, text = (to / "model.safetensors").read_bytes(), (to / "config.json").read_text()
     (to / "model.safetensors").write_bytes(weights[:-1])
     refused(run(check=to), "model.safetensors: ")
