@@ -26,7 +26,6 @@ from data.prepared import DTYPES, SPLITS, DataError, describe, file_sha256
 from data.tokenizer import Text, canonical
 from data.writer import finish, preparing, run, token_dtype, write_split
 
-KNOWN = {"gpt2": (50_257, 50_256), "bytes": (256, 0)}  # tokenizer: tokens, the one that ends a document
 NPY = b"\x93NUMPY"
 LLM_C = {20240520: "uint16", 20240801: "uint32"}  # the first int32 of its files: how they hold their tokens
 
@@ -77,9 +76,8 @@ def vocabulary(folder, tokenizer, vocab_size):
                             "or another, or --vocab_size alone, which is enough to train")
         return {"tokenizer": "char", "table": table, "vocab_size": len(table)}
     name = canonical(tokenizer)
-    if name in KNOWN:
-        size, end = KNOWN[name]
-        return {"tokenizer": name, "table": None, "vocab_size": size, "end_of_text": end}
+    if name == "gpt2":  # without its vocabulary, which may have to be fetched
+        return {"tokenizer": name, "table": None, "vocab_size": 50_257, "end_of_text": 50_256}
     text = Text(tokenizer)
     about = {"tokenizer": name, "table": text.table, "vocab_size": text.n_vocab}
     with contextlib.suppress(DataError):

@@ -328,7 +328,9 @@ class Text:
             ranks = self.encoding._mergeable_ranks
         else:
             ranks = {bytes([byte]): byte for byte in range(256)}
-        shown = {token: "".join(BYTES_SHOWN[byte] for byte in token) for token in ranks}
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # for visible bytes themselves, and then for the others
+        character_of = dict(zip(sorted(range(256), key=lambda byte: chr(byte) not in alphabet), alphabet, strict=True))
+        shown = {token: "".join(character_of[byte] for byte in token) for token in ranks}
         merges = []
         for token in sorted(ranks, key=ranks.get):
             if len(token) > 1:
@@ -359,16 +361,6 @@ def without_end(table):
 def whole_characters(text):
     """The text with U+FFFD for halves of surrogate pairs, as tiktoken does it: tokenizers refuse them."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def bytes_shown():
-    """{byte: the character that stands for it in GPT-2's files}: itself if it is visible, else one from 256 on."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = (byte for byte in range(256) if byte not in visible)
-    return {byte: chr(byte) for byte in visible} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
-
-
-BYTES_SHOWN = bytes_shown()
 
 
 def pair_of(token, ranks):
