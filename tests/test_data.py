@@ -236,18 +236,15 @@ def test_shards_are_one_array(tmp_path, monkeypatch):
     """Slices within a file, from its first token, up to its last, over two and all, and beyond the end, with few of
     them open; the hash is of the files' hashes, in order."""
     monkeypatch.setattr(shards, "MOST_OPEN", 9)
-    write_folder(tmp_path)
-    splits = json.loads((tmp_path / "meta.json").read_text())["splits"]
-    files, hashes = [], []
-    for start, stop in ((0, 7), (7, 8), (8, 30), *((i, i + 1) for i in range(30, 60))):
-        path = tmp_path / f"{start}.bin"
-        np.arange(start, stop, dtype=np.uint16).tofile(path)
-        hashes.append(hashlib.sha256(path.read_bytes()).hexdigest())
-        files.append({"file": path.name, "tokens": stop - start, "sha256": hashes[-1]})
-    edit_meta(tmp_path, splits={**splits, "val": {"tokens": 60, "shards": files}})
+    files, ends = [], [7, 8, *range(30, 61)]
+    for start, stop in itertools.pairwise([0, *ends]):
+        entry = writer.write_split(tmp_path / f"{start}.bin", [range(start, stop)], 60)
+        files.append({"file": f"{start}.bin", **entry})
+    splits = {"train": writer.write_split(tmp_path / "train.bin", [[1]], 60), "val": {"tokens": 60, "shards": files}}
     before = len(os.listdir("/dev/fd"))
-    tokens = Tokens(tmp_path)
-    assert tokens.sha256["val"] == hashlib.sha256("".join(hashes).encode()).hexdigest()
+    tokens = writer.finish(tmp_path, {"dataset": "test", "vocab_size": 60, "splits": splits})
+    hashes = "".join(hashlib.sha256((tmp_path / file["file"]).read_bytes()).hexdigest() for file in files)
+    assert tokens.sha256["val"] == hashlib.sha256(hashes.encode()).hexdigest()
     for start, stop in itertools.combinations_with_replacement([*range(32), 58, 60, 99], 2):
         assert tokens.val[start:stop].tolist() == list(range(60))[start:stop]
     assert get_batch(tokens.val, [5, 0], 9)[1].tolist() == [[*range(6, 15)], [*range(1, 10)]]
@@ -349,16 +346,20 @@ def test_pystdlib_keeps_one_big_file_from_being_the_validation_set(library, tmp_
     assert len(tokens.val) >= len(small.val)
 
 
-@pytest.mark.parametrize("how, words", [
-    ({"val_fraction": 1e-6}, "1e-06"),
-    ({"stdlib": "/no/where"}, "no source files"),
-    ({"documents": "package", "tokenizer": "bpe:300"}, "counts bytes"),
-    ({"tokenizer": "bpe:257"}, "258 .. 65536"),
-    ({"tokenizer": "bpe:65537"}, "258 .. 65536"),
-    ({"tokenizer": "chars"}, "bytes or bpe:N here"),
-])
+NO_LIBRARY = """
+{"val_fraction": 1e-6}                           1e-06
+{"stdlib": "/no/where"}                          no source files
+{"documents": "package", "tokenizer": "bpe:300"}  counts bytes
+{"tokenizer": "bpe:257"}                         258 .. 65536
+{"tokenizer": "bpe:65537"}                       258 .. 65536
+{"tokenizer": "chars"}                           bytes or bpe:N here
+"""
+
+
+@pytest.mark.parametrize("how, words", table(NO_LIBRARY))
 def test_what_pystdlib_refuses(library, tmp_path, how, words):
-    rejected(lambda: pystdlib.prepare(tmp_path / "x", **{"stdlib": library, "val_fraction": 0.1, **how}), words)
+    how = {"stdlib": library, "val_fraction": 0.1, **json.loads(how)}
+    rejected(lambda: pystdlib.prepare(tmp_path / "x", **how), words)
     assert not (tmp_path / "x/meta.json").exists()
 
 
@@ -452,11 +453,11 @@ def test_adopt_nanogpts_files(tmp_path):
     rejected(lambda: adopt(folder, 50_257), "meta.json already exists")
 
 
-@pytest.mark.parametrize("train, dtype, vocab_size, given", [
-    ([3, 70_000], np.uint32, 128_256, None), ([3, 64], np.uint32, 65, "uint32")])  # ours would be uint16
-def test_adopted_tokens_are_those_of_the_files(tmp_path, train, dtype, vocab_size, given):
-    tokens = adopt(nanogpt(tmp_path / "set", train, dtype), vocab_size, given)
-    assert tokens.train.tolist() == train and tokens.meta["splits"]["train"]["max_token"] == max(train)
+@pytest.mark.parametrize("vocab_size, given", [(128_256, None), (65, "uint32")])  # ours would be uint16
+def test_adopted_tokens_are_those_of_the_files(tmp_path, vocab_size, given):
+    train = [3, vocab_size - 1]
+    tokens = adopt(nanogpt(tmp_path / "set", train, np.uint32), vocab_size, given)
+    assert tokens.train.tolist() == train and tokens.meta["splits"]["train"]["max_token"] == vocab_size - 1
 
 
 def test_adopt_nanogpts_characters(tmp_path):
@@ -485,20 +486,27 @@ def test_adopt_llm_cs_files(tmp_path, magic, dtype):
     assert tokens.train.tolist() == [5, 6, 7] and tokens.val.tolist() == [8, 9]
 
 
-@pytest.mark.parametrize("train, dtype, how, words", [
-    ([5], np.uint16, {"vocab_size": 5}, "train.bin holds token id 5 as uint16, outside a vocabulary of 5"),
-    ([5] * 3, np.uint16, {"vocab_size": 70_000}, "train.bin is 6 bytes, not a whole number of uint32"),
-    ([5], np.uint16, {"vocab_size": 128_256, "dtype": "uint16"}, "have wrapped and are lost"),
-    ([20240520, 1, 3], np.int32, {"tokenizer": "gpt2"}, "header of llm.c"),
-    ([0x4e93, 0x4d55, 0x5950], np.uint16, {"tokenizer": "gpt2"}, "rename it to train.npy"),
-    ([3, 64] * 99, np.uint32, {"vocab_size": 65}, "every second uint16 is 0, as in a file of uint32"),
-    ([5], np.uint16, {"vocab_size": 9, "tokenizer": "klingon"}, "tokenizer 'klingon' is unknown"),
-    (None, np.uint16, {"vocab_size": 9}, "train.bin is missing")])
+# The first ids of train.bin, which holds them 41 times, and their dtype; arguments; words of the line.
+NOT_ADOPTED = """
+[5]                   uint16  {"vocab_size": 5}       train.bin holds token id 5 as uint16, outside a vocabulary of 5
+[5]                   uint16  {"vocab_size": 70000}   train.bin is 82 bytes, not a whole number of uint32
+[]                    uint16  {"vocab_size": 9}       train.bin is 0 bytes
+[5]                   uint16  {"vocab_size": 128256, "dtype": "uint16"}   have wrapped and are lost
+[20240520, 1, 3]      int32   {"tokenizer": "gpt2"}   header of llm.c
+[20115, 19797, 22864]  uint16  {"tokenizer": "gpt2"}   rename it to train.npy
+[3, 64]               uint32  {"vocab_size": 65}      every second uint16 is 0, as in a file of uint32
+[5]                   uint16  {"vocab_size": 9, "tokenizer": "klingon"}   tokenizer 'klingon' is unknown
+null                  uint16  {"vocab_size": 9}       train.bin is missing
+"""
+
+
+@pytest.mark.parametrize("train, dtype, how, words", table(NOT_ADOPTED))
 def test_what_is_not_adopted(tmp_path, train, dtype, how, words):
-    folder = nanogpt(tmp_path / "set", train or [], dtype)
-    if train is None:
+    ids = json.loads(train)
+    folder = nanogpt(tmp_path / "set", (ids or []) * 41, dtype)
+    if ids is None:
         (folder / "train.bin").unlink()
-    rejected(lambda: adopt(folder, **how), words)
+    rejected(lambda: adopt(folder, **json.loads(how)), words)
     assert not (folder / "meta.json").exists()
 
 
@@ -698,6 +706,8 @@ ENCODINGS = [  # the file, --encoding, its text, or words of the line that refus
     (codecs.BOM_UTF8 + GREEK.encode(), None, GREEK),
     (GREEK.encode("utf-16"), None, GREEK),
     (GREEK.encode("utf-32"), None, GREEK),
+    (codecs.BOM_UTF16_BE + GREEK.encode("utf-16-be"), None, GREEK),
+    (codecs.BOM_UTF32_BE + GREEK.encode("utf-32-be"), None, GREEK),
     (GREEK.encode(), "latin-1", GREEK),
     (b"caf\xe9 au lait\n" * 9, "latin-1", "café au lait\n" * 9),
     (b"zero\0" * 9, "utf-8", "zero\0" * 9),
