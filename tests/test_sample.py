@@ -79,7 +79,7 @@ def test_text_streams_character_by_character(out, monkeypatch):
     _, screens = says(monkeypatch, [*"aé😀b".encode(), 0xE2, 0x82])
     result = run(out_dir=out, prompt="P", max_new_tokens=10, num_samples=2)
     assert result.out == "Paé😀b\ufffd\n\n---\nPaé😀b\ufffd\n"
-    assert screens[:8] == ["", "", "Pa", "Paé", "Paé", "Paé", "Paé", "Paé😀"]  # two first: a kernel is built, and says so
+    assert screens[:8] == ["", "", "Pa", "Paé", "Paé", "Paé", "Paé", "Paé😀"]  # two first: kernels are built
     text = Text("bytes")  # what is no text, nor a byte, does not stop the stream
     assert "".join(text.decode(token) for token in [0xC3, 0x28, 256, 0xFF, 300, 0x61]) == "\ufffd(\ufffda"
 
