@@ -1,7 +1,6 @@
 """A run's output: log.jsonl, the screen, speed, loss.png, Weights & Biases, result.json (see records.py)."""
 
 import dataclasses
-import math
 import resource
 import sys
 import time
@@ -145,8 +144,7 @@ class Telemetry:
         progress.ended = bool(self.metrics.pop("stop", False))
         if self.done == done:
             return  # repeated because result.json was lost; its line is already in the log
-        if math.isfinite(self.val_loss):
-            progress.best_val_loss = min(progress.best_val_loss, self.val_loss)
+        progress.best_val_loss = min(progress.best_val_loss, self.val_loss)  # the first, if the second is nan
         self.write("eval", done, tokens=done * self.config.batch_tokens, **self.metrics, seconds=progress.seconds_now())
         self.say(f"step {done:6d}  {in_words(self.metrics)}")
         now = time.perf_counter()
