@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import platform
 import re
 import resource
 import shutil
@@ -135,9 +136,11 @@ def test_a_damaged_record_is_none(tmp_path, content):
 
 def test_a_folder_has_one_lock_whatever_it_is_called_and_no_link_is_followed(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").write_text("process 123456789 on another-host")
     with lock_folder(tmp_path / "run"):
         for name in ("run", "link", "run/../link/."):
-            with pytest.raises(BlockingIOError):
+            with pytest.raises(BlockingIOError, match=rf"\] process {os.getpid()} on {platform.node()}: "):
                 lock_folder(tmp_path / name)
     (tmp_path / "precious").write_text("kept")
     (tmp_path / "run" / ".lock").unlink()
@@ -249,12 +252,12 @@ def test_the_numbers_of_a_resumed_run_and_their_units(tmp_path, monkeypatch, cap
     for line, step, rate, seconds in ((first, 4, 233, 53.0), (second, 6, 233, 69.0)):
         assert (line["step"], line["tokens"], line["seconds"]) == (step, 700 * step, seconds)
         assert line["tokens_per_second"] == rate and line["mfu"] == round(700 / 3 * 30 / 2e6, 4)
-        assert 0.5 * peak < line["memory_bytes"] <= peak
+        assert 0.98 * peak < line["memory_bytes"] <= peak
     result = read_json(tmp_path / "result.json")
     about = {"steps": 6, "skipped_steps": 1, "tokens": 4200, "seconds": 74.0, "tokens_per_second": 57, "parameters": 11,
              "flops": 126000, "processes": 2, "best_val_loss": 2.5, "val_loss": 2.0, "code": "b", "seed": 9,
              "commit": "c0", "dtype": "bfloat16", "device_name": "cpu"}
-    assert result.items() >= about.items() and 0.5 * peak < result["memory_bytes"] <= peak
+    assert result.items() >= about.items() and 0.98 * peak < result["memory_bytes"] <= peak
     config.dtype = "float32"  # the peak is that of 16 bits
     t.log(7)
     assert t.val_loss is None, "of a step without an evaluation"
