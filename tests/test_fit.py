@@ -23,12 +23,6 @@ def runs(sizes=5, counts=5, noise=0.0):
 
 # -------------------------------------------------------------------------------------------------------------- the law
 
-def test_without_noise_the_constants_come_back():
-    fitted = fit_loss(*runs(3, 4))
-    assert fitted[:5] == pytest.approx((1.69, 406.4, 0.34, 410.7, 0.28), rel=1e-6)
-    assert fitted.cost < 1e-18
-
-
 def huber_of(constants, N, D, L):
     """Written once more: |r| - delta / 2 beyond delta, r^2 / (2 delta) below, times delta."""
     E, A, alpha, B, beta = constants
@@ -177,6 +171,7 @@ def test_what_another_sweep_may_differ_by():
     squares = 25 / 20 * 4e-4
     exact = family(noise=1e-8)
     assert fit.around(exact._replace(log_L=exact.log_L + off), "additive", fitted) == (pytest.approx(squares), 20)
+    assert fit.around(exact, "gamma", fitted)[1] == 19
     of_seeds = variance / 2 * df / (df - 2) * np.mean(4.0 ** (-0.4 * np.arange(5)))
     found = [fit.misfit(rng, seen._replace(rate_cost=np.full(5, 0.003)), squares, 20) for _ in range(1000)]
     assert np.mean(found) == pytest.approx(squares * 20 / 18 - of_seeds - 1.8e-5, rel=0.03)
@@ -225,7 +220,7 @@ def test_a_sweep_becomes_families():
     assert found.D.tolist() == [[2, 4, 6], [1, 2, 3], [1, 2, 3]] and found.sizes == ["40", "64", "128"]
     assert np.exp(found.log_L[1, 2]) == pytest.approx([130.2, 131.2, 132.2])
     assert found.rate_cost == pytest.approx([found.rate_cost[0]] * 3) and found.rate_cost[0] > 0
-    assert missing[0] == "x: later not complete" and "y: 64, 40, later not complete; not fitted: 0 siz" in missing[1]
+    assert missing[0] == "x: later not complete" and "; not fitted: 0 sizes" in missing[1]
     assert law.family_of(frame, "x", with_embedding=True).N.tolist() == [4400, 7040, 14080]
 
 
@@ -245,6 +240,10 @@ def test_what_cannot_be_told_is_said():
     for slope in [-1, 0.5, 2], [-math.inf, 1, 2], [math.nan] * 3:
         assert "whether that falls or rises with C cannot be told" in law.trend(slope, "C")
     assert law.in_words([0.1, 0.2, math.inf]) == "cannot be told" and law.in_words([1, 2, 3]) == "2.00 (1.00 .. 3.00)"
+    found = {"llama alpha": [0.1, 0.2, 0.3], "llama a": [0.4, 0.5, 0.6], "llama E": [0.009, 0.1, 0.2]}
+    assert law.sentence_of_constants(found, "llama").endswith("E cannot be told from 0 (at most 0.20).")
+    found["llama E"][0] = 0.011
+    assert law.sentence_of_constants(found, "llama").endswith("a 0.50 (0.40 .. 0.60), E 0.01 .. 0.20.")
     beyond = fit.log_tokens([0, 1], np.array([3, 1]), np.array([4, 2, 0]))
     assert beyond.tolist() == [-math.inf, 0.5, math.inf]
     assert fit.interval([-math.inf, *range(9), math.inf]) == [-math.inf, 4, math.inf]
@@ -473,7 +472,7 @@ def test_pooling_is_bartletts():
         assert (compare.pooled_sd(groups) is None) == (stats.bartlett(*groups).pvalue < 0.05)
 
 
-@pytest.mark.parametrize("design", [dict(seeds=16, correlation=0.7), dict(seeds=3, correlation=None, search=1),
+@pytest.mark.parametrize("design", [dict(seeds=3, correlation=None, search=1),
                                     dict(seeds=16, correlation=0.95, times=1.3)])
 def test_an_interval_misses_the_truth_in_one_of_twenty_duels(design):
     assert 0.015 < duel_simulation.misses(500, **design) < 0.085

@@ -111,10 +111,12 @@ def test_a_link_in_a_strangers_folder_is_not_written_through(tmp_path):
     run, outside = tmp_path / "run", tmp_path / "outside"
     run.mkdir()
     outside.mkdir()
-    (run / "log-damaged-1.jsonl").symlink_to(outside / "new")
+    for name in ("log-damaged-1.jsonl", "result.json"):
+        (run / name).symlink_to(outside / "new")
     (run / "earlier-being-moved").symlink_to(outside)
     write_log(run, train_event(1, 3.0), tail="torn\n")
     assert Log(run, step=1).damage.endswith("log-damaged-2.jsonl")
+    write_json(run / "result.json", {})
     assert records.finish_moving(run) is None and records.move_aside(run) == run / "earlier-1"
     assert not any(outside.iterdir()) and (run / "earlier-1" / "log-damaged-2.jsonl").exists()
 
@@ -208,18 +210,16 @@ def eval_event(step, loss):
     return {"event": "eval", "step": step, "tokens": 64 * step, "val_loss": loss}
 
 
-@pytest.mark.parametrize("name, events", [
-    (r"a$\frac$b", [train_event(1, 3.0)]), ("one$", [train_event(1, None), eval_event(1, 2.0)]),
-    ("long", [*(train_event(s, None if s % 3 else 9 / s) for s in range(1, 160)),
-              eval_event(60, 2.0)])])
-def test_a_curve_is_drawn_of_whatever_there_is_in_a_folder_of_any_name(tmp_path, name, events):
-    picture = tmp_path / name / "loss.png"
+def test_a_curve_is_drawn_of_whatever_there_is_in_a_folder_of_any_name(tmp_path):
+    picture = tmp_path / r"a$\frac$b" / "loss.png"
     picture.parent.mkdir()
-    write_log(tmp_path / name, train_event(1, None))
-    loss_curve.draw_loss(tmp_path / name)
-    assert not picture.exists()
-    write_log(tmp_path / name, *events)
-    loss_curve.draw_loss(tmp_path / name)
+    nothing = train_event(1, None)
+    long = [train_event(step, None if step % 3 else 9 / step) for step in range(1, 160)]
+    for is_drawn, *events in (False, nothing), (True, nothing, eval_event(1, 2.0)), (True, *long, eval_event(60, 2.0)):
+        picture.unlink(missing_ok=True)
+        write_log(picture.parent, *events)
+        loss_curve.draw_loss(picture.parent)
+        assert picture.exists() == is_drawn
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
