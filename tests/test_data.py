@@ -1,6 +1,7 @@
 """data/: the order of windows, the checks of a prepared folder, and each prepare.py, from small inputs, offline."""
 
 import base64
+import bz2
 import codecs
 import functools
 import gzip
@@ -562,15 +563,15 @@ def prepare(tmp_path):
 
 def files_of_every_kind(folder, units):
     folder.mkdir()
-    for name, texts in zip(("a.jsonl", "b.txt.jsonl.gz", "c.jsonl.zst"), units[:3], strict=True):
+    for name, texts in zip(("a.ndjson", "b.txt.jsonl.gz", "c.jsonl.zst"), units[:3], strict=True):
         write_jsonl(folder / name, texts)
     parquet.write_table(pa.table({"text": units[3]}), folder / "d.parquet")
-    (folder / "e.txt").write_text(*units[4], encoding="utf-8")
+    (folder / "e.txt.bz2").write_bytes(bz2.compress("".join(units[4]).encode()))
 
 
 def test_any_files_become_shards(small_units, tmp_path, prepare):
     """Of the tokens of each document, in order; a text is one document."""
-    texts = [*documents(150), "one text\n" * 100 + "the end"]
+    texts = ["half a character \ud83d", *documents(149), "one text\n" * 100 + "the end"]
     units = [texts[:40], texts[40:80], texts[80:120], texts[120:150], texts[150:]]
     files_of_every_kind(tmp_path / "files", units)
     byte_level_bpe(tmp_path, documents(50))
@@ -581,7 +582,7 @@ def test_any_files_become_shards(small_units, tmp_path, prepare):
     assert len(whole.meta["splits"]["train"]["shards"]) > 5
     assert whole.train[:].tolist() == expected["train"] and whole.val[:].tolist() == expected["val"]
     assert [split["documents"] for split in splits] == [ids.count(text.eot_token) for ids in expected.values()]
-    assert sum(split["bytes"] for split in splits) == len("".join(texts).encode())
+    assert sum(split["bytes"] for split in splits) == len("".join(texts).encode("utf-8", "surrogatepass"))
     assert [split["max_token"] for split in splits] == [max(ids) for ids in expected.values()]
 
 
@@ -596,6 +597,9 @@ def test_each_shard_is_watched(small_units, tmp_path, prepare):
     content = second.read_bytes()
     second.write_bytes(content[2:] + content[:2])
     rejected(lambda: Tokens(tmp_path / "out"), second.name, "sha256 differs")
+    size = a.tokens.meta["splits"]["train"]["tokens"] * 2
+    second.write_bytes(content[2:])
+    rejected(a.check_unchanged, f"out changed during the run ({size:,} bytes then, {size - 2:,} now)")
     second.unlink()
     rejected(a.check_unchanged, "out changed during the run (No such file")
 
@@ -627,7 +631,7 @@ def test_a_data_set_of_the_hub(small_units, tmp_path, prepare):
     """Streamed shard by shard, with its own validation split; the documents are left in their order."""
     (tmp_path / "hub").mkdir()
     texts = documents(80)
-    for name, start, stop in (("train-0", 0, 40), ("train-1", 40, 70), ("validation-0", 70, 80)):
+    for name, start, stop in (("train-0", 0, 40), ("train-1", 40, 70), ("validation-0", 70, 80), ("test-0", 0, 9)):
         write_jsonl(tmp_path / f"hub/{name}.jsonl", texts[start:stop])
     tokens = prepare(source=str(tmp_path / "hub"))
     assert text_of(tokens.train, tokens.val) == b"".join(text.encode() + b"\0" for text in texts)
@@ -795,6 +799,7 @@ def test_tokenizers_of_other_people(tmp_path, capsys):
     rejected(lambda: prepare("x", tokenizer=kind, end_of_text="</s>"), "no token </s> to end a text")
     rejected(lambda: prepare("x", tokenizer="bytes", end_of_text="</s>"), "only for hf: tokenizers")
     tokens = prepare("a", tokenizer=kind, end_of_text="<|bos|>")
+    assert tokens.meta["recipe"]["val_fraction"] == 0.0005
     (tmp_path / "tokenizer.json").unlink()
     again = Text(tokens.meta["tokenizer"], tokens.meta["table"])  # as a checkpoint knows it
     assert again.end_of_text == "<|bos|>" and again.eot_token == tokens.meta["end_of_text"]

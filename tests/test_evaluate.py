@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import byte_level_bpe, make_run, refused, run_program, tiny
+from helpers import byte_level_bpe, make_run, refused, run_program, table, tiny
 from torch import nn
 
 import evaluate
@@ -249,11 +249,16 @@ def test_two_processes_score_as_one(folder, tmp_path):
         assert first["results"][name] == pytest.approx(values, rel=1e-6)
 
 
-REFUSED = [  # settings; a key word. {folder} has tasks, {out} is a run, beside it runs with something wrong
-    ({"out_dir": "{out}/none"}, "no checkpoint"),
-    ({"tasks": "my_chioce"}, "no task 'my_chioce' (there are my_choice"), ({"tasks": ","}, "no tasks"),
-    ({"tokenizer": "tiktoken:gpt2"}, "is 'bytes', not 'gpt2'"), ({"out_dir": "{out}_unknown"}, "set --tokenizer"),
-    ({"out_dir": "{out}_less"}, "256 tokens, the model 100"), ({"tasks": "my_text"}, "Couldn't reach the Hub at all")]
+# What is typed beside --include, words of the line.
+REFUSED = """
+none                           no checkpoint
+run --tasks=my_chioce          no task 'my_chioce' (there are my_choice
+run --tasks=,                  no tasks
+run --tasks=my_text            Couldn't reach the Hub at all
+run --tokenizer=tiktoken:gpt2  is 'bytes', not 'gpt2'
+unknown                        set --tokenizer
+less                           256 tokens, the model 100
+"""
 
 
 def test_mistakes_get_one_line(folder, tmp_path, monkeypatch):
@@ -261,14 +266,15 @@ def test_mistakes_get_one_line(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "TaskManager", manager)
     offline = mock.Mock(side_effect=ConnectionError("Couldn't reach the Hub\nat all"))
     monkeypatch.setattr("datasets.load_dataset", offline)
-    out = make_run(tmp_path / "run")
-    make_run(tmp_path / "run_unknown", tokenizer=None)
-    make_run(tmp_path / "run_less", tiny(vocab_size=100))
-    for settings, word in REFUSED:
-        settings = {"out_dir": "{out}", "include": "{folder}", **settings}
-        refused(run(**{key: str(value).format(folder=folder, out=out) for key, value in settings.items()}), word)
+    monkeypatch.chdir(tmp_path)
+    make_run(Path("run"))
+    make_run(Path("unknown"), tokenizer=None)
+    make_run(Path("less"), tiny(vocab_size=100))
+    for typed, words in table(REFUSED):
+        refused(run(*typed.split(), include=folder), words)
+    refused(run("run", include="none"), "include none")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused(run(out), "make eval")
+    refused(run("run"), "make eval")
 
 
 # --------------------------------------------------------------------------------------------------- the embedded tasks

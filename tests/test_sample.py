@@ -81,6 +81,7 @@ def test_text_streams_character_by_character(out, monkeypatch):
     assert result.out == "Paé😀b\ufffd\n\n---\nPaé😀b\ufffd\n"
     assert screens[:8] == ["", "", "Pa", "Paé", "Paé", "Paé", "Paé", "Paé😀"]  # two first: kernels are built
     text = Text("bytes")  # what is no text, nor a byte, does not stop the stream
+    assert text.encode("\ud83d") == [0xED, 0xA0, 0xBD]
     assert "".join(text.decode(token) for token in [0xC3, 0x28, 256, 0xFF, 300, 0x61]) == "\ufffd(\ufffda"
 
 
