@@ -736,7 +736,7 @@ def test_encodings(small_units, tmp_path, prepare, content, encoding, text):
 
 @pytest.mark.parametrize("separator, between", [("<|endoftext|>", "\n<|endoftext|>\n"), (r"\n\n", "\n\n\n"),
                                                 (r"\n\n", "\r\n\r\n"), ("\n--\n", "\r\n\n--\n")])
-def test_documents_between_separators(tmp_path, prepare, monkeypatch, separator, between):
+def test_documents_between_separators(tmp_path, prepare, monkeypatch, capsys, separator, between):
     """However the file falls into parts; nothing of empty documents, and of line breaks beside a separator."""
     texts = [text.strip().replace("<|endoftext|>", "") for text in documents(60)] + ["x" * 99]
     (tmp_path / "a.txt").write_text(between + between.join(texts) + between, encoding="utf-8")
@@ -747,6 +747,8 @@ def test_documents_between_separators(tmp_path, prepare, monkeypatch, separator,
     write_jsonl(tmp_path / "b.jsonl", texts)
     for name, words in ("b.jsonl", "--separator is for"), ("a.txt", "--separator='<none>' is in none"):
         rejected(lambda name=name: prepare(files=[tmp_path / name], separator="<none>"), words)
+    prepare(files=[tmp_path / "a.txt"])
+    assert ("<|endoftext|> stands in the text 62 times" in capsys.readouterr().err) == ("<|endoftext|>" in between)
 
 
 def metaspace(folder, **special):

@@ -6,6 +6,7 @@ Without datatrove (pip install --group cluster), Slurm or Ray their tests are sk
 import contextlib
 import copy
 import functools
+import json
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ import time
 
 import numpy as np
 import pytest
-from helpers import VOCAB, byte_level_bpe, documents, reference, rejected, run_python, write_jsonl
+from helpers import VOCAB, byte_level_bpe, documents, reference, rejected, run_python, table, write_jsonl
 
 from data.prepared import SPLITS, DataError, Tokens
 from data.tokenizer import Text
@@ -147,18 +148,24 @@ def test_tasks_make_the_tokens_of_one_process(in_this_process, tmp_path, tasks):
 def prepare(tmp_path, in_this_process):
     """cluster.py's, of two files."""
     source = [write_jsonl(tmp_path / name, TEXTS) for name in ("a.jsonl", "b.jsonl")]
-    return functools.partial(cluster.prepare, tmp_path / "out", files=source, tokenizer="bytes", val_fraction=0.2)
+    return functools.partial(cluster.prepare, out=tmp_path / "out", files=source, tokenizer="bytes", val_fraction=0.2)
 
 
-@pytest.mark.parametrize("how, words", [
-    ({"shuffle": 2357}, ["one process"]),
-    ({"files": ["c.txt"]}, ["one process"]),
-    ({"files": ["a.jsonl", "bad.jsonl"]}, ["1 of 2 tasks", "first of them task 1", "bad.jsonl cannot be read"]),
-    ({"cluster": "slurm"}, ["the partition and the time"]),
-    ({"cluster": "slurm", "cluster_args": "partition=a,time=9"}, ["no sbatch here"]),
-    ({"cluster": "ray", "cluster_args": "num_cpus=x"}, ["Ray does not take", "'x'"]),
-])
-def test_what_it_refuses(prepare, tmp_path, monkeypatch, how, words):
+REFUSED = """
+{"shuffle": 2357}                             one process
+{"files": ["c.txt"]}                          one process
+{"files": ["a.jsonl", "bad.jsonl"]}           1 of 2 tasks  first of them task 1  bad.jsonl cannot be read
+{"cluster": "slurm"}                          the partition and the time
+{"cluster": "slurm", "cluster_args": "partition=a,time=9"}  no sbatch here
+{"cluster": "slurm", "out": "a b"}            a b: choose a path
+{"cluster": "ray", "cluster_args": "num_cpus=x"}  Ray does not take  'x'
+"""
+
+
+@pytest.mark.parametrize("row", table(REFUSED), ids=" ".join)
+def test_what_it_refuses(prepare, tmp_path, monkeypatch, row):
+    how, *words = row
+    how = json.loads(how)
     if how.get("cluster") == "ray":
         pytest.importorskip("ray", reason="ray is not installed: pip install --group cluster")
     monkeypatch.chdir(tmp_path)
@@ -166,10 +173,6 @@ def test_what_it_refuses(prepare, tmp_path, monkeypatch, how, words):
     (tmp_path / "c.txt").write_text("text " * 9)
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": ')
     rejected(lambda: prepare(**how), *words)
-
-
-def test_a_path_that_slurms_scripts_cannot_hold(tmp_path):
-    rejected(lambda: cluster.prepare(tmp_path / "a b", cluster="slurm"), "a b: choose a path")
 
 
 def test_what_was_made_before(prepare, tmp_path):
