@@ -687,7 +687,7 @@ def test_a_folder_is_read_through(tmp_path, prepare, capsys):
     write_files(corpus, {
         odd: "odd", "A.TXT": "A", "d.jsonl/part.Jsonl": '{"text": "d"}', "b.md": "md", "c.py": "py",
         "c/LICENSE": "no ending",
-        "empty.txt": "", "bom.txt": "\ufeff", ".git/x.txt": "hidden", "__MACOSX/._A.txt": "hidden",
+        "empty.txt": "", "bom.txt": "\ufeff", ".git/x.txt": "hidden", "__MACOSX/A.txt": "hidden",
         "same.txt": "twice", "same2.txt": "twice", "../elsewhere/e.txt": "e" * 20})
     for name, target in (("e1", "../elsewhere"), ("e2", "../elsewhere"), ("loop", "."), ("f.txt", "A.TXT"),
                          ("none.txt", "nowhere")):
@@ -699,6 +699,7 @@ def test_a_folder_is_read_through(tmp_path, prepare, capsys):
     assert tokens.meta["recipe"]["left_out"] == {
         "ending in .md": 1, "ending in .py": 1, "without an ending": 1, "empty": 2, "hidden": 2, "met twice": 4,
         "links to nothing, or no files": 1}
+    assert len(sources.local_units([corpus], sources.Reading())) == 1  # small files are joined
     said = capsys.readouterr().err
     assert f"1 ending in .md ({corpus}/b.md)" in said and f"{corpus}/same2.txt that of {corpus}/same.txt" in said
     more = prepare(out=tmp_path / "more", files=[corpus], endings=(".MD", "lic*"))
@@ -735,7 +736,7 @@ def test_encodings(small_units, tmp_path, prepare, content, encoding, text):
 
 
 @pytest.mark.parametrize("separator, between", [("<|endoftext|>", "\n<|endoftext|>\n"), (r"\n\n", "\n\n\n"),
-                                                (r"\n\n", "\r\n\r\n"), ("\n--\n", "\r\n\n--\n")])
+                                                (r"\n\n", "\r\n\r\n"), ("\n--\n", "\r\n\n--\n"), (r"\t|\t", "\t|\t")])
 def test_documents_between_separators(tmp_path, prepare, monkeypatch, capsys, separator, between):
     """However the file falls into parts; nothing of empty documents, and of line breaks beside a separator."""
     texts = [text.strip().replace("<|endoftext|>", "") for text in documents(60)] + ["x" * 99]
@@ -892,7 +893,8 @@ def test_files_are_known_by_their_content(small_units, tmp_path, prepare):
     os.utime(files[1], ns=(before, before))
     rejected(lambda: prepare(files=files), "from other inputs", "--force")
     assert prepare(files=files, force=True).meta["inputs"] != first.meta["inputs"]
-    rejected(lambda: prepare(files=files, val_fraction=0.3), "from other inputs")
+    for other in {"val_fraction": 0.3}, {"shuffle": 2357}, {"encoding": "latin-1"}:
+        rejected(lambda other=other: prepare(files=files, **other), "from other inputs")
     edit_meta(tmp_path / "out", inputs=None)  # another program wrote it
     rejected(lambda: prepare(files=files), "from other inputs")
 
@@ -900,6 +902,7 @@ def test_files_are_known_by_their_content(small_units, tmp_path, prepare):
 @pytest.mark.parametrize("shuffle", [None, 2357])
 def test_a_file_that_changes_while_it_is_read(small_units, tmp_path, prepare, monkeypatch, shuffle):
     path = write_jsonl(tmp_path / "a.jsonl", documents(40))
+    write_files(tmp_path / "out", {"mine.txt": "not this program's"})
     read = sources.read_file
 
     def edited(path, reading):
@@ -909,6 +912,7 @@ def test_a_file_that_changes_while_it_is_read(small_units, tmp_path, prepare, mo
     with monkeypatch.context() as patch:
         patch.setattr(sources, "read_file", edited)
         rejected(lambda: prepare(files=[path], shuffle=shuffle), "a.jsonl changed while it was read")
+    assert {*os.listdir(tmp_path / "out")} - {".lock"} == {"mine.txt"}
     prepare(files=[path], shuffle=shuffle)  # it failed, and left nothing behind
 
 
@@ -937,12 +941,14 @@ def test_openwebtext_with_the_real_vocabulary(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
     script = functools.partial(runpy.run_path, str(ROOT / "data/openwebtext/prepare.py"), run_name="__main__")
-    done = run_program(script, "--files", write_jsonl(source, texts), "--vocab", VOCAB, "--out", tmp_path / "out")
+    done = run_program(script, "--files", write_jsonl(source, texts), "--vocab", VOCAB, "--out", tmp_path / "out",
+                       "--val_fraction=0.005")
     assert done.code == 0 and "120 documents to train on" in done.out, done.err
     tokens = Tokens(tmp_path / "out", vocab_size=50304)
     assert tokens.vocab_size == 50257 and tokens.train.dtype == np.uint16
     assert ",15496,995,50256," in "," + ",".join(map(str, tokens.train[:])) + ","
-    expected = nanogpt_order(texts, Text("gpt2", vocab=VOCAB), 0.0005)
+    assert tokens.meta["recipe"]["val_fraction"] == 0.005  # what is typed, and not the recipe's
+    expected = nanogpt_order(texts, Text("gpt2", vocab=VOCAB), 0.005)
     assert (tokens.train[:].tolist(), tokens.val[:].tolist()) == (expected["train"], expected["val"])
     assert tokens.bytes_per_token * len(tokens.val) in [len(text.encode()) for text in texts]
 
