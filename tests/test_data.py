@@ -717,7 +717,7 @@ ENCODINGS = [  # the file, --encoding, its text, or words of the line that refus
     (b"caf\xe9 au lait\n" * 9, "latin-1", "café au lait\n" * 9),
     (b"zero\0" * 9, "utf-8", "zero\0" * 9),
     (b"a" * 350 + b"caf\xe9", None, "a.txt cannot be read (byte 353 is not utf-8: give --encoding"),
-    (GREEK.encode()[:-2], None, "byte 166 is not utf-8"),
+    (codecs.BOM_UTF8 + GREEK.encode()[:-2], None, "byte 169 is not utf-8: its byte order mark says"),
     (b"a\0b\0" * 9, None, "byte 1 is a zero: give --encoding"),
     (b"a", "klingon", "--encoding=klingon is unknown"),
     (b"a", "base64", "--encoding=base64 is unknown"),
@@ -847,6 +847,7 @@ NO_TOKENS = """
 --files long.jsonl                       a line of more than
 --files a.jsonl bad.jsonl                bad.jsonl cannot be read (line 3: Expecting value
 --files bad.jsonl --shuffle=1            bad.jsonl cannot be read
+--files deep.jsonl                       deep.jsonl cannot be read (line 1: maximum recursion
 --files array.json                       array.json cannot be read (line 1: not an object but a list
 --files a.parquet                        has no column 'text' (only body, n)
 --files a.parquet --text_column=n        (row 2: 3 is not text
@@ -863,8 +864,9 @@ def odd_files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("odd")
     source = write_jsonl(folder / "a.jsonl", documents(150))
     write_jsonl(folder / "one.jsonl", ["a"])
-    write_files(folder, {"a.csv": "a", "bad.jsonl": '{"text": "a"}\n\n{"text": ', "bad.parquet": "not parquet",
+    write_files(folder, {"a.csv": "a", "bad.jsonl": '{"text": "a"}\n \n{"text": ', "bad.parquet": "not parquet",
                          "empty.txt": "", "array.json": '[{"text": "a"}]', "hub/test.jsonl": '{"text": "a"}',
+                         "deep.jsonl": '{"text": ' + "[" * 980,
                          "long.jsonl": '{"text": "a"}\n{"text": "' + "a " * 500 + '"}'})  # a bomb, say
     (folder / "cut.jsonl.gz").write_bytes(gzip.compress(source.read_bytes())[:-20])
     parquet.write_table(pa.table({"body": ["a", "b"], "n": [None, 3]}), folder / "a.parquet")
