@@ -12,7 +12,6 @@ import lzma
 import os
 import pickle
 import re
-import runpy
 import shlex
 import signal
 import subprocess
@@ -36,7 +35,6 @@ from helpers import (
     documents,
     reference,
     rejected,
-    run_program,
     run_python,
     succeed,
     table,
@@ -304,7 +302,8 @@ def library(tmp_path, monkeypatch):
     write_files(tmp_path / "lib", {
         **files, "copy.py": files["package0/module0.py"],  # comes first, so it is the one kept
         "empty.py": "", "binary.py": "a\0b", "notes.txt": "not source", "site-packages/a.py": "a = 1",
-        "dist-packages/a.py": "a", "__pycache__/a.py": "a"})
+        "dist-packages/a.py": "a", "__pycache__/a.py": "a", "../outside.py": "a = 2"})
+    (tmp_path / "lib/linked.py").symlink_to(tmp_path / "outside.py")
     return tmp_path / "lib"
 
 
@@ -322,7 +321,7 @@ def test_pystdlib_splits_by_file(library, tmp_path):
     shuffled = sorted(names.values(), key=lambda name: hashlib.sha256(name.encode()).digest())
     assert [names[content] for content in val + train] == shuffled  # so small that no file is left out for its size
     assert 0.1 <= len(tokens.val) / (len(tokens.train) + len(tokens.val)) < 0.12
-    assert tokens.meta["recipe"]["files_skipped"] == 3 and tokens.meta["splits"]["val"]["files"] == len(val)
+    assert tokens.meta["recipe"]["files_skipped"] == 4 and tokens.meta["splits"]["val"]["files"] == len(val)
     # what earlier runs were trained on: if these change, no earlier checkpoint can be resumed
     assert tokens.meta["inputs"][:16] == "0b0928cd45922f7b" and tokens.sha256["val"][:16] == "b9c7363e707f0293"
 
@@ -330,10 +329,10 @@ def test_pystdlib_splits_by_file(library, tmp_path):
 def test_pystdlib_knows_when_it_is_done(library, tmp_path):
     prepare = lambda fraction=0.2, **how: pystdlib.prepare(tmp_path / "a", stdlib=library, val_fraction=fraction, **how)
     assert prepare()[1] and not prepare()[1] and prepare(force=True)[1] and prepare(0.3)[1]  # another recipe
-    (library / "package1/module1.py").write_text("changed = 1\n")
-    assert prepare(0.3)[1]
     (tmp_path / "a/val.bin").unlink()
     assert prepare(0.3)[1]  # damaged
+    (library / "package1/module1.py").write_text("changed = 1\n")
+    assert prepare(0.3)[1]
 
 
 def test_pystdlib_keeps_one_big_file_from_being_the_validation_set(library, tmp_path):
@@ -395,6 +394,7 @@ def shelf(tmp_path, monkeypatch):
     documents |= {name: [name] for i in range(40) for name in (f"large/test_{i}.py", f"module{i}.py")}
     documents |= {"most/": ["most/a.py", "most/b.py"], "over/a.py": ["over/a.py"], "over/b.py": ["over/b.py"]}
     sizes = {"most/a.py": 1499, "most/b.py": 1499, "over/a.py": 1499, "over/b.py": 1500}  # a byte more ends each
+    sizes |= {f"module{i}.py": 699 for i in range(40)}  # with the zero as long as LONG, and not held out
     for i, file in enumerate(file for members in documents.values() for file in members):
         write_files(tmp_path / "shelf", {file: f"{i:4}".ljust(sizes.get(file, 254 + 7 * i % 600), "y")})
     monkeypatch.setattr(pystdlib, "SHELF_BYTES", 3000)
@@ -942,10 +942,8 @@ def test_openwebtext_with_the_real_vocabulary(tmp_path, monkeypatch):
     source, texts = tmp_path / "docs.jsonl", ["Hello world", *documents(120)]
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
-    script = functools.partial(runpy.run_path, str(ROOT / "data/openwebtext/prepare.py"), run_name="__main__")
-    done = run_program(script, "--files", write_jsonl(source, texts), "--vocab", VOCAB, "--out", tmp_path / "out",
-                       "--val_fraction=0.005")
-    assert done.code == 0 and "120 documents to train on" in done.out, done.err
+    given = ["--files", write_jsonl(source, texts), "--vocab", VOCAB, "--out", tmp_path / "out", "--val_fraction=0.005"]
+    assert "120 documents to train on" in succeed(given, program="data/openwebtext/prepare.py").out
     tokens = Tokens(tmp_path / "out", vocab_size=50304)
     assert tokens.vocab_size == 50257 and tokens.train.dtype == np.uint16
     assert ",15496,995,50256," in "," + ",".join(map(str, tokens.train[:])) + ","
