@@ -24,6 +24,7 @@ from operators import (
     cast,
     distance,
     double,
+    generator,
     graded,
     timed,
     views,
@@ -171,7 +172,7 @@ def test_packed_documents_are_those_read_alone(name, backend):
         forward = graded(run, given)
         given = {n: v.requires_grad_() for n, v in given.items()}
         kept = checkpoint(run, **given, use_reentrant=False, context_fn=ops.same_documents)["y"]
-    g = torch.randn(kept.shape, generator=torch.Generator().manual_seed(5)).to(BF16).to(kept)
+    g = torch.randn(kept.shape, generator=generator(5)).to(BF16).to(kept)
     grads = torch.autograd.grad(kept, list(given.values()), g)  # outside, as training does
     assert equal(dict(zip(given, grads, strict=True)), {n: forward["d" + n] for n in given})
 
@@ -245,6 +246,7 @@ def test_compiles_as_one_graph(name):
 @OF_KERNELS
 @pytest.mark.parametrize("dtype", (F32, BF16))
 def test_views_equal_contiguous_to_the_bit(name, dtype):
+    """Arguments, and gradients that arrive: y.sum() hands the backward an expanded one of stride 0."""
     row = OPERATORS[name]
     a = cast(row, row.draw(35, D=17), dtype)
     for how in ({}, {"reverse": True})[:2 if name != "rms_norm" else 1]:
@@ -254,18 +256,11 @@ def test_views_equal_contiguous_to_the_bit(name, dtype):
             for i, view in enumerate(views(a[n])):
                 assert torch.equal(view, a[n]) and not view.is_contiguous()
                 assert equal(graded(run, {**a, n: view}), want), (n, i)
-
-
-@OF_KERNELS
-def test_gradients_that_arrive_as_views(name):
-    """y.sum() hands the backward an expanded dy of stride 0, a transposed consumer a transposed one."""
-    row, a = small(name, 35)
-    for use in (lambda y: y, lambda y: y.transpose(1, 2).contiguous() * torch.arange(35.0)):
-        grads = []
-        for f, given in ((row.run, a), (row.true, double(a))):
-            given = {n: v.requires_grad_() for n, v in given.items()}
-            grads.append(torch.autograd.grad(use(f(**given)["y"]).sum(), list(given.values())))
-        assert all(distance(u, v.double()) <= 32 * EPS for u, v in zip(*grads, strict=True))
+    y = run(**{n: v.requires_grad_() for n, v in a.items()})["y"]
+    for dy in (want["y"], torch.ones((), dtype=dtype).expand(y.shape)):
+        whole, *others = (torch.autograd.grad(y, list(a.values()), view, retain_graph=True)
+                          for view in (dy.contiguous(), dy, *views(dy)))
+        assert all(all(map(torch.equal, other, whole)) for other in others)
 
 
 @OF_KERNELS
@@ -286,26 +281,19 @@ def test_two_runs_agree_to_the_bit(name, threads):
 def test_torch_func_and_forward_mode_are_right(name):
     """Kernels have a forward and a backward alone: without care they drop tangents unsaid."""
     row = OPERATORS[name]
-    given = cast(row, row.draw(5, D=5), F32)
-
-    def flat(f):
-        named = lambda *v, **how: f(**dict(zip(given, v, strict=True)), **how)
-        return lambda *v, **how: torch.cat([a.flatten() for a in named(*v, **how).values()])
-
-    f, true, args = flat(row.run), flat(row.true), tuple(given.values())
-    wide = tuple(v.double() for v in args)
-    tangents = tuple(torch.randn(v.shape, generator=torch.Generator().manual_seed(7)) for v in args)
-    close = lambda got, want: distance(got, want) < 32 * EPS
-    want = torch.func.jvp(true, wide, tuple(v.double() for v in tangents))[1]
-    assert close(torch.func.jvp(f, args, tangents)[1], want)
+    a = cast(row, row.draw(5, D=5), F32)
+    tangents = {n: torch.randn(v.shape, generator=generator(7)) for n, v in a.items()}
+    run, true = (lambda a, f=f, **how: f(**a, **how) for f in (row.run, row.true))
+    close = lambda got, want: all(distance(got[n], want[n]) < 32 * EPS for n in want)
+    want = torch.func.jvp(true, (double(a),), (double(tangents),))[1]
+    assert close(torch.func.jvp(run, (a,), (tangents,))[1], want)
     with pytest.raises(RuntimeError, match=rf"^{row.op}: backend 'cpu' cannot run [^\n]*forward-mode [^\n]*'$"):
-        torch.func.jvp(functools.partial(f, backend="cpu"), args, tangents)
-    squared = lambda *args, f: f(*args).square().sum()
-    of_kernels, of_truth = (functools.partial(squared, f=g) for g in (f, true))
-    want, grad = torch.func.grad(of_truth)(*wide), torch.func.grad(of_kernels)
-    assert close(grad(*args), want)
-    got = torch.func.vmap(grad)(*(torch.stack([v, v + 1 if v is args[0] else v]) for v in args))
-    assert close(got[0], want) and distance(got[0], got[1]) > 0.1
+        torch.func.jvp(functools.partial(run, backend="cpu"), (a,), (tangents,))
+    gradient = lambda f: torch.func.grad(lambda a: sum(v.square().sum() for v in f(a).values()))
+    want = gradient(true)(double(a))
+    assert close(gradient(run)(a), want)
+    got = torch.func.vmap(gradient(run))({n: torch.stack([v, v + 1 if n == "x" else v]) for n, v in a.items()})
+    assert close({n: v[0] for n, v in got.items()}, want) and distance(got["x"][0], got["x"][1]) > 0.1
 
 
 @OF_KERNELS
@@ -331,7 +319,7 @@ def times(size):
 
 def closed(a):
     """Gates of 0, 1 and between, steps of 2 and nearly 0."""
-    g = torch.Generator().manual_seed(1)
+    g = generator(1)
     for n, often, value in (("log_decay", 0.5, 0.0), ("log_decay", 0.2, -1e4), ("log_decay", 0.1, -torch.inf),
                             ("beta", 0.3, 2.0), ("beta", 0.3, 1e-9)):
         if n in a:
