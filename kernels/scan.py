@@ -32,7 +32,6 @@ from torch import Tensor
 from common import torch_private
 from kernels import build, choose, fused, launch, ops
 
-_passed = set()  # kinds of arguments that have passed _check_all, see _check
 MAX_EXPONENT = 88.0  # exp() of more overflows float32, and inf * 0 would make the gradient NaN; eps is 0 there anyway
 
 
@@ -127,7 +126,7 @@ def longhorn_scan(x, dt, k, q, D=None, z=None, dt_bias=None, h0=None, return_sta
         ValueError: a shape, dtype or device does not fit; the message says which.
         RuntimeError: the backend cannot run here; the message says why. backend='fused': no library has this scan.
     """
-    _check(x, dt, k, q, None, D, z, dt_bias, h0, cu_seqlens=cu_seqlens)
+    _check(x, dt, k, q, None, D, z, dt_bias, h0, cu_seqlens)
     y, hT = _run("exact" if exact else "longhorn", x, dt, k, q, None, D, z, dt_bias, h0, cu_seqlens, reverse,
                  backend)
     return (y, hT) if return_state else y
@@ -143,7 +142,7 @@ def selective_scan(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_sof
     mamba-ssm, or the native kernels if there are h0, cu_seqlens, documents or return_last_state, which mamba-ssm lacks
     or does not differentiate.
     """
-    _check(u, delta, B, C, A, D, z, delta_bias, h0, cu_seqlens=cu_seqlens, mamba=True)
+    _check(u, delta, B, C, A, D, z, delta_bias, h0, cu_seqlens, mamba=True)
     if backend == "fused":
         if return_last_state or h0 is not None or cu_seqlens is not None or ops.documents_of(u) is not None:
             backend = None
@@ -171,7 +170,8 @@ def _run(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, reverse, backend
         return y.view_as(x), None
     rows = [x, dt, k, q, z]
     common = functools.reduce(torch.promote_types, {a.dtype for a in rows if a is not None})
-    device, out = x.device.type, choose.compute_dtype(x)
+    device = x.device.type
+    out = choose.compute_dtype(x)
     if common != torch.float64:
         common = choose.autocast_dtype(device) or common
     x, dt, k, q, z = [launch.cast(a, common) for a in rows]
@@ -186,21 +186,7 @@ def _run(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, reverse, backend
     return launch.cast(y, out), hT
 
 
-def _check(*args, cu_seqlens, mamba=False):
-    """`_check_all`, unless tensors of these types, shapes, dtypes, devices and layouts have passed it before."""
-    if torch.compiler.is_compiling() or cu_seqlens is not None:  # the values of cu_seqlens are checked in every call
-        return _check_all(*args, cu_seqlens, mamba)
-    try:
-        kind = (mamba, *[a if a is None else (type(a), a.shape, a.dtype, a.device, a.layout) for a in args])
-        if kind in _passed:
-            return
-    except (AttributeError, TypeError, RuntimeError):  # not a tensor, or its shape is not made of numbers
-        kind = None
-    _check_all(*args, cu_seqlens, mamba)
-    _passed.add(kind)
-
-
-def _check_all(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, mamba):
+def _check(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, mamba=False):
     names = ("u", "delta", "B", "C", "delta_bias") if mamba else ("x", "dt", "k", "q", "dt_bias")
     nx, ndt, nk, nq, nbias = names
     ops.check_tensor("scan", nx, x)  # first: even reading the shape of a non-strided tensor may fail
@@ -266,9 +252,11 @@ def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tens
     kernels, cu = _kernels(x, k, z, cu_seqlens, update, reverse)
     rows, n_chunks = _sizes(x, k, cu_seqlens)
     S = kernels.segments
-    y, hT = launch.empty(x, B, T, d, dtype=kernels.dtype), launch.empty(x, rows * S, d, N)
+    y = launch.empty(x, B, T, d, dtype=kernels.dtype)
+    hT = launch.empty(x, rows * S, d, N)
     chunks = launch.empty(x, n_chunks, launch.kept_states(x, N), d) if save else None
-    inputs, h0 = {"x": x, "dt": dt, "k": k, "q": q}, ops.flip(h0, reverse, 0)
+    inputs = {"x": x, "dt": dt, "k": k, "q": q}
+    h0 = ops.flip(h0, reverse, 0)
     if S > 1:
         h0 = kernels.initial_segment_states(inputs, {"A": A, "bias": dt_bias}, "longhorn_scan_segment_state", h0)
     kernels("longhorn_scan_forward", {**inputs, "z": z}, {"A": A, "skip": D, "bias": dt_bias, "h0": h0},
@@ -300,9 +288,12 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
     like = lambda a, *shape: None if a is None else launch.empty(x, *shape)
     dx, ddt, dz = (None if a is None else launch.empty(x, B, T, d, dtype=kernels.dtype) for a in (x, dt, z))
     dk, dq = (launch.empty(x, kernels.args.splits, B, T, N) for _ in range(2))
-    dD, dbias = like(D, rows * S, d), like(dt_bias, rows * S, d)
-    dA, dh0 = like(A, rows * S, d, N), like(h0, rows * S, d, N)
-    inputs, dhT = {"x": x, "dt": dt, "k": k, "q": q, "z": z, "dy": dy}, ops.flip(dhT, reverse, 0)
+    dD = like(D, rows * S, d)
+    dbias = like(dt_bias, rows * S, d)
+    dA = like(A, rows * S, d, N)
+    dh0 = like(h0, rows * S, d, N)
+    inputs = {"x": x, "dt": dt, "k": k, "q": q, "z": z, "dy": dy}
+    dhT = ops.flip(dhT, reverse, 0)
     if S > 1:
         floats = {"A": A, "bias": dt_bias}
         dhT = kernels.initial_segment_states(inputs, floats, "longhorn_scan_segment_grad", dhT, reverse=1)
@@ -312,7 +303,9 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
         dh0 = dh0.view(rows, S, d, N)[:, 0].clone()
     dtypes = [x.dtype] * 2 + [torch.float32] * 3
     dk, dq, dA, dD, dbias = launch.sums([dk, dq, dA, dD, dbias], dtypes)
-    dk, dq, dh0 = ops.flip(dk, reverse, 0, 1), ops.flip(dq, reverse, 0, 1), ops.flip(dh0, reverse, 0)
+    dk = ops.flip(dk, reverse, 0, 1)
+    dq = ops.flip(dq, reverse, 0, 1)
+    dh0 = ops.flip(dh0, reverse, 0)
     dx, ddt, dz = (launch.cast(g, x.dtype) for g in (dx, ddt, dz))
     return dx, ddt, dk, dq, dA, dD, dz, dbias, dh0
 
