@@ -79,21 +79,18 @@ def _start(q, v, state):
     return v.new_zeros(v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if state is None else state  # (B, H, K, V)
 
 
-@in_full_precision
-def gated_linear_attention_ref(q, k, v, log_decay, state=None):
-    """`gated_linear_attention` as a loop over time."""
-    S, os = _start(q, v, state), []
-    for q_t, k_t, v_t, g_t in zip(q.unbind(1), k.unbind(1), v.unbind(1), log_decay.unbind(1), strict=True):
-        S = g_t.exp()[..., None] * S + k_t[..., :, None] * v_t[..., None, :]  # (B, H, K, V)
-        os.append((q_t[..., None] * S).sum(-2))  # (B, H, V)
-    return torch.stack(os, 1), S
+def _factor(log_decay):
+    """The decays (H,), (B, T, H) or (B, T, H, K) as factors of states (B, H, K, V)."""
+    decay = log_decay.exp()
+    return decay[..., None] if decay.dim() == 4 else decay[..., None, None]
 
 
 @in_full_precision
 def retention_ref(q, k, v, log_decay, bonus=None, state=None):
     """`retention` as a loop over time."""
-    S, os = _start(q, v, state), []
-    w = log_decay.exp()[..., None, None].expand(*v.shape[:3], 1, 1)  # (B, T, H, 1, 1)
+    S = _start(q, v, state)
+    os = []
+    w = _factor(log_decay).expand(*v.shape[:3], -1, 1)  # (B, T, H, K or 1, 1)
     for q_t, k_t, v_t, w_t in zip(q.unbind(1), k.unbind(1), v.unbind(1), w.unbind(1), strict=True):
         kv = k_t[..., :, None] * v_t[..., None, :]  # (B, H, K, V)
         S, before = w_t * S + kv, S
@@ -102,12 +99,17 @@ def retention_ref(q, k, v, log_decay, bonus=None, state=None):
     return torch.stack(os, 1), S
 
 
+def gated_linear_attention_ref(q, k, v, log_decay, state=None):
+    """`gated_linear_attention`, and `retention` with a decay per token, as a loop over time."""
+    return retention_ref(q, k, v, log_decay, state=state)
+
+
 @in_full_precision
 def delta_rule_ref(q, k, v, beta, log_decay=None, state=None):
     """`delta_rule`, and with decays `gated_delta_rule` and `kda`, as a loop over time."""
-    S, os = _start(q, v, state), []
-    decay = torch.ones_like(beta) if log_decay is None else log_decay.exp()
-    decay = decay[..., None] if decay.dim() == 4 else decay[..., None, None]  # (B, T, H, K or 1, 1)
+    S = _start(q, v, state)
+    os = []
+    decay = _factor(torch.zeros_like(beta) if log_decay is None else log_decay)
     for q_t, k_t, v_t, b_t, w_t in zip(*(a.unbind(1) for a in (q, k, v, beta, decay)), strict=True):
         S = w_t * S
         error = v_t - (k_t[..., None] * S).sum(-2)  # (B, H, V), v less what the state returns for k
@@ -195,8 +197,8 @@ def retention(q, k, v, log_decay, bonus=None, state=None, backend=None):
     _check("retention", q, k, v, state, by_token, log_decay=(log_decay, sizes), bonus=(bonus, heads))
     library = lambda: _fused_retention(q, k, v, log_decay, bonus, state)
     if by_token:
-        loop = lambda q, k, v, g, state: retention_ref(q, k, v, g, state=state)
-        return _run("retention", backend, loop, _gated_retention, (q, k, v, log_decay), (), state, library)
+        return _run("retention", backend, gated_linear_attention_ref, _gated_retention, (q, k, v, log_decay), (), state,
+                    library)
     return _run("retention", backend, retention_ref, _retention, (q, k, v), (log_decay, bonus), state, library)
 
 
@@ -256,17 +258,17 @@ def mesa(q, k, v, beta, log_decay, ridge, state=None, backend=None):
 
     Returns: o (B, T, H, V) in v's dtype, and the state (H, U) after the last step, float32 (float64 for float64).
     """
-    sizes, K = tuple(q.shape[:3]), q.shape[3:]
+    sizes = tuple(q.shape[:3])
     if state is not None and len(state) != 2:
         raise ValueError(f"mesa: state must be (H, U), got {len(state)} entries")
     H, U = state or (None, None)
-    _check("mesa", q, k, v, U, beta=(beta, sizes), log_decay=(log_decay, sizes), ridge=(ridge, (*q.shape[2:3], *K)),
-           **({} if H is None else {"state's H": (H, (q.shape[0], q.shape[2], *K, *K))}))
+    _check("mesa", q, k, v, U, beta=(beta, sizes), log_decay=(log_decay, sizes), ridge=(ridge, tuple(q.shape[2:])),
+           **{"state's H": (H, (*q.shape[:1], *q.shape[2:], *q.shape[3:]))})
     library = lambda: _fused_mesa(q, k, v, beta, log_decay, ridge, state)
-    widths = q.shape[3], v.shape[3]
-    cannot = f"flash-linear-attention's mesa takes keys and values of one width, at most 128, not {widths[0]} and " \
-             f"{widths[1]}" if widths[0] != widths[1] or widths[0] > 128 else None
-    return _run("mesa", backend, mesa_ref, _mesa, (q, k, v, beta, log_decay), (ridge,), state, library, cannot)
+    K, V = q.shape[3], v.shape[3]
+    wide = f"flash-linear-attention's mesa takes keys and values of one width, at most 128, not {K} and {V}"
+    return _run("mesa", backend, mesa_ref, _mesa, (q, k, v, beta, log_decay), (ridge,), state, library,
+                None if K == V <= 128 else wide)
 
 
 def wkv4(k, v, decay, bonus, state=None, backend=None):
@@ -328,7 +330,7 @@ def _check(op, q, k, v, state, may_share=False, **wanted):
     H, V = _sizes(op, v, "v", "(B, T, H, V)", 4)[2:]
     H = H if may_share and G == 1 else G
     wanted |= {"k": (k, (B, T, G, K)), "v": (v, (B, T, H, V)), "state": (state, (B, H, K, V))}
-    ops.check_shapes(op, f"q {tuple(q.shape)}", q.device, wanted, optional=("state", "bonus"))
+    ops.check_shapes(op, f"q {tuple(q.shape)}", q.device, wanted, optional=("state", "bonus", "state's H"))
 
 
 # -------------------------------------------------------------------------------------------- chunks, in plain PyTorch
