@@ -41,7 +41,6 @@ from initialisation import (
 )
 from kernels.linear_attention import delta_rule, gated_delta_rule, kda, mesa, retention, wkv4
 from kernels.ops import attention, causal_conv1d, conv_state, documents_of, rms_norm
-from kernels.scan import longhorn_scan
 from model import (
     EMBEDDING_NORMS,
     FAMILIES,
@@ -273,10 +272,6 @@ class LonghornExact(Longhorn):
     """Longhorn without the diagonal approximation: S_i = (I - eps_i k k^T) S_i + eps_i x_i k per channel i (Eq. 6)."""
 
     exact = True
-
-    def scan(self, x, dt, k, q, z, h0, reverse=False):
-        return longhorn_scan(x, dt, k, q, self.D, z, self.dt_bias, h0, return_state=True, exact=True,
-                             reverse=reverse, backend=self.backend)
 
 
 # --------------------------------------------------------------------------------------------------------------- RWKV-4

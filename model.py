@@ -179,10 +179,11 @@ class Longhorn(ScanBlock):
     """S_ij = (1 - eps_i k_j^2) S_ij + eps_i x_i k_j (Eq. 7), eps = b / (1 + b |k|^2), b = sigmoid(dt + dt_bias)."""
 
     operator = "longhorn_scan"
+    exact = False  # the diagonal approximation
 
     def scan(self, x, dt, k, q, z, h0, reverse=False):
-        return longhorn_scan(x, dt, k, q, self.D, z, self.dt_bias, h0, return_state=True, reverse=reverse,
-                             backend=self.backend)
+        return longhorn_scan(x, dt, k, q, self.D, z, self.dt_bias, h0, return_state=True, exact=self.exact,
+                             reverse=reverse, backend=self.backend)
 
 
 class Mamba(ScanBlock):
