@@ -91,9 +91,10 @@ def scan_true(update, h0=None, cu_seqlens=None, reverse=False, **a):
 
 
 def one_scan(update, x, dt, k, q, A=None, D=None, z=None, dt_bias=None, h0=None):
-    """With a head per channel, whose values are single numbers."""
+    """With a head per channel, whose values are single numbers. k, q: (B, T, N), or (B, T, D, N) of each channel."""
     logit = dt if dt_bias is None else dt + dt_bias
-    k, q, state = k[:, :, None], q[:, :, None], shown(h0)
+    k, q = (a if a.dim() == 4 else a[:, :, None] for a in (k, q))
+    state = shown(h0)
     if update.startswith("mamba"):
         delta = torch.logaddexp(logit, torch.zeros_like(logit)) if update == "mamba" else logit
         y, S = recurrence(q, k, shown(delta * x), (shown(delta) * A).exp(), state=state)
@@ -132,15 +133,13 @@ def conv_true(x, weight, bias=None, state=None, silu=True, reverse=False):
 
 
 def attention_true(q, k, v, past_k=None, past_v=None, window=None):
-    """One query at a time."""
-    past, rows = 0, []
     if past_k is not None:
-        past, k, v = past_k.shape[1], torch.cat([past_k, k], 1), torch.cat([past_v, v], 1)
-    for t in range(q.shape[1]):
-        seen = slice(max(0, past + t + 1 - (window or past + t + 1)), past + t + 1)
-        scores = torch.einsum("bhn,bshn->bhs", q[:, t], k[:, seen]) / math.sqrt(q.shape[3])
-        rows.append(torch.einsum("bhs,bshn->bhn", scores.softmax(-1), v[:, seen]))
-    return {"y": torch.stack(rows, 1), "past_k": k, "past_v": v}
+        k, v = torch.cat([past_k, k], 1), torch.cat([past_v, v], 1)
+    T, S = q.shape[1], k.shape[1]
+    age = torch.arange(S - T, S)[:, None] - torch.arange(S)  # of each key at each query
+    scores = torch.einsum("bthn,bshn->bhts", q, k) / math.sqrt(q.shape[3])
+    scores = scores.masked_fill((age < 0) | (age >= (window or S)), -torch.inf)
+    return {"y": torch.einsum("bhts,bshn->bthn", scores.softmax(-1), v), "past_k": k, "past_v": v}
 
 
 # ------------------------------------------------------------------------------------------------------------ arguments
@@ -210,10 +209,9 @@ DELTA = ("delta_rule", "gated_delta_rule", "kda")
 T_CHUNKS = [dict(T=T) for T in (1, 2, 7, 8, 9, 16, 17, 40)]
 WIDTHS = [dict(zip("TBHKV", sizes, strict=True)) for sizes in (
     (20, 1, 1, 1, 1), (20, 2, 3, 1, 4), (20, 4, 2, 3, 1), (20, 1, 2, 16, 32), (20, 3, 1, 17, 2))]
-T_SCANS = [*(dict(T=T, B=2, D=17, N=N) for T, N in zip((1, 2, 31, 32, 33, 63, 64, 65, 97), [16, 4] * 5, strict=False)),
-           *(dict(T=37, B=1 + D % 3, D=D, N=N) for N, D in (
-               (1, 1), (1, 16), (2, 5), (3, 17), (3, 33), (4, 33), (5, 1), (5, 16), (8, 5), (8, 16), (8, 33), (16, 1),
-               (16, 16), (16, 33), (32, 17), (64, 5), (128, 18)))]
+T_SCANS = [dict(T=T, B=2, D=17, N=N) for T, N in zip((1, 2, 31, 32, 33, 63, 64, 65, 97), [16, 4] * 5, strict=False)]
+T_SCANS += [dict(T=37, B=1 + D % 3, D=D, N=N) for N, D in zip(
+    (1, 1, 2, 3, 3, 4, 5, 5, 8, 8, 8, 16, 16, 16, 32, 64, 128), itertools.cycle((1, 16, 5, 17, 33)), strict=False)]
 
 
 def scan_row(update):

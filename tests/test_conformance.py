@@ -344,7 +344,7 @@ fades, course = torch.tensor([-8.0, 1.6, 5.0]).exp(), torch.arange(40.0)[:, None
 KINDS = {  # operator: by name what is changed of the arguments that are drawn
     "gla": {"closed": closed, "strong": put(log_decay=-20.0)}, "retention": STRENGTHS, "bonus": STRENGTHS,
     "by token": {"closed": closed}, "shared": {"closed": closed}, "gated_delta_rule": DELTA, "kda": DELTA,
-    "mesa": {"closed": closed, "short": keys(1e-3)},
+    "mesa": {"closed": closed, "short": keys(1e-3), "asked nothing": put(q=0.0)},
     "delta_rule": {"same key": lambda a: put(k=a["k"][:, :1], beta=2.0)(a), "replace": put(beta=1.0),
                    "reflect": put(beta=2.0), "short": keys(1e-3), "long": keys(1e3)},
     "wkv4": {"large": lambda a: put(k=50 * a["k"].clamp(-2, 2), decay=fades)(a), "slow": put(decay=1e-6),

@@ -206,7 +206,7 @@ def test_what_the_library_cannot_do_goes_to_chunks(calls):
 
 @pytest.mark.parametrize("name,dtype,K,V,words", [
     ("gla", F32, 5, 7, "takes bfloat16, "), ("delta_rule", BF16, 257, 2, "up to a width of 256, not 257"),
-    ("mesa", BF16, 5, 7, "of one width, at most 128, not 5 and 7"),
+    ("mesa", BF16, 8, 7, "of one width, at most 128, not 8 and 7"),
     ("mesa", BF16, 129, 129, "at most 128, not 129 and 129")])
 def test_what_the_library_cannot_do_is_refused_if_it_is_asked_for(name, dtype, K, V, words, calls):
     run, a = given(name, 3, dtype, B=1, H=1, K=K, V=V)
@@ -214,3 +214,6 @@ def test_what_the_library_cannot_do_is_refused_if_it_is_asked_for(name, dtype, K
     assert calls == []
     with pytest.raises(RuntimeError, match=f"{OPERATORS[name].op}: backend 'fused' cannot run here: .*{words}"):
         run(**a, backend="fused")
+    run, a = given(name, 3, BF16, B=1, H=1, K=K - 1, V=min(V, K - 1))
+    run(**a)
+    assert len(calls) == 1, "at the limit it can"

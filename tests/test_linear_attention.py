@@ -5,7 +5,7 @@
 
 import pytest
 import torch
-from operators import EPS, F32, F64, OPERATORS, cast, wrong
+from operators import EPS, F32, F64, OPERATORS, bare, cast, wrong
 
 from kernels import linear_attention as la
 from kernels import ops
@@ -36,19 +36,22 @@ def test_an_empty_wkv4_state_is_none(backend, top):
     row = OPERATORS["wkv4"]
     a = row.draw(20)
     zero = torch.zeros(2, 3, dtype=F64)
-    empty = lambda k, v, decay, bonus: row.run(backend, k=k, v=v, decay=decay, bonus=bonus, num=zero, den=zero,
-                                               max=zero + top)
-    assert not wrong("wkv4", {n: a[n] for n in ("k", "v", "decay", "bonus")}, run=empty)
+    empty = lambda **a: row.run(backend, **a, num=zero, den=zero, max=zero + top)
+    assert not wrong("wkv4", bare(row, a), run=empty)
 
 
-@pytest.mark.parametrize("case,name,bad,words", [
-    ("mesa", "state", (1, 2, 3), r"state must be \(H, U\), got 3 entries"),
-    ("wkv4", "state", (1, 2), r"state must be \(num, den, max\), got 2 entries")])
-def test_a_state_of_other_parts_is_refused_in_a_line(case, name, bad, words):
+OF_TWO = torch.ones(2, 8, 2, 5)  # heads; values have three
+
+
+@pytest.mark.parametrize("case,change,words", [
+    ("mesa", {"state": (1, 2, 3)}, r"state must be \(H, U\), got 3 entries"),
+    ("wkv4", {"state": (1, 2)}, r"state must be \(num, den, max\), got 2 entries"),
+    ("shared", {"q": OF_TWO, "k": OF_TWO}, r"v must be \(2, 8, 2, 7\) for .*")])
+def test_what_other_operators_do_not_have_is_refused_in_a_line(case, change, words):
     row = OPERATORS[case]
-    a = {n: v for n, v in row.draw(8).items() if n not in row.states}
-    with pytest.raises(ValueError, match=f"^{case}: {words}$"):
-        getattr(la, case)(**a, state=bad)
+    a = bare(row, row.draw(8))
+    with pytest.raises(ValueError, match=f"^{row.op}: {words}$"):
+        getattr(la, row.op)(**{**a, **change})
 
 
 def test_mesa_takes_the_steps_that_keys_of_any_length_ask_for():

@@ -3,6 +3,7 @@
     python -m pytest tests/test_scan.py
 """
 
+import ast
 import ctypes
 import functools
 import inspect
@@ -18,10 +19,9 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
-from helpers import ROOT
-from operators import BF16, F16, OPERATORS, graded, inputs, packed, what_autograd_keeps, wrong
+from helpers import ROOT, table
+from operators import BF16, F16, OPERATORS, graded, inputs, one_scan, packed, what_autograd_keeps, wrong
 from transformers.models.mamba import modeling_mamba
 
 from kernels import build, compat
@@ -32,19 +32,14 @@ pytestmark = pytest.mark.usefixtures("poison")
 EVERY = pytest.mark.parametrize("update", ("longhorn", "exact", "mamba", "mamba without softplus"))
 
 
-def mamba_ssms(u, delta, A, B, C, D=None, z=None, delta_bias=None, softplus=True):
-    """Its recurrence in its layout, a step at a time."""
-    B, C = (a[:, None] if a.dim() == 3 else a.repeat_interleave(len(A) // a.shape[1], 1) for a in (B, C))
-    delta = delta if delta_bias is None else delta + delta_bias[:, None]
-    delta = F.softplus(delta) if softplus else delta
-    h, ys = torch.zeros_like(A), []
-    for t in range(u.shape[2]):
-        size = delta[..., t, None]  # (B, D, 1)
-        h = (size * A).exp() * h + size * u[..., t, None] * B[..., t]  # (B, D, N)
-        ys.append((h * C[..., t]).sum(-1))
-    y = torch.stack(ys, -1)
-    y = y if D is None else y + D[:, None] * u
-    return {"y": y if z is None else y * F.silu(z), "h0": h}
+def mamba_ssms(u, delta, A, B, C, D=None, z=None, delta_bias=None, update="mamba"):
+    """The recurrence in its layout: time comes last, and each channel has the B and C of its group."""
+    time_first = lambda a: a.movedim(-1, 1)
+    of_channels = lambda a: a[:, None] if a.dim() == 3 else a.repeat_interleave(len(A) // a.shape[1], 1)
+    z = None if z is None else time_first(z)
+    k, q = (time_first(of_channels(a)) for a in (B, C))  # (batch, T, 1 or D, N)
+    out = one_scan(update, time_first(u), time_first(delta), k, q, A, D, z, delta_bias)
+    return {**out, "y": out["y"].mT}
 
 
 @pytest.mark.parametrize("batch,T,D,N,groups,softplus,without", [
@@ -60,10 +55,11 @@ def test_mamba_ssms_function(batch, T, D, N, groups, softplus, without):
         a["delta"] = a["delta"].exp() / 4
     a = {name: v for name, v in a.items() if name not in without}
     ours = partial(selective_scan_fn, delta_softplus=softplus, return_last_state=True)
+    true = partial(mamba_ssms, update="mamba" if softplus else "mamba without softplus")
     run = lambda **a: dict(zip(("y", "h0"), ours(**a), strict=True))
     for dtype in (torch.float32, BF16):
         given = {name: v.to(dtype) if v.dim() > 2 else v for name, v in a.items()}
-        assert not wrong("mamba", given, run=run, true=partial(mamba_ssms, softplus=softplus))
+        assert not wrong("mamba", given, run=run, true=true)
 
 
 @pytest.mark.parametrize("changes, words", [
@@ -189,19 +185,28 @@ def test_what_autograd_keeps(backend, T, kept):
     assert sum(storages.values()) <= given + kept * 4 * 64 * 16
 
 
-@pytest.mark.parametrize("name,bad,words", [  # of (1, 8, 3), two states and two sequences
-    ("cu_seqlens", torch.tensor([0, 5]), r"rise from 0 to T = 8, got \[0, 5\]"),
-    ("cu_seqlens", torch.tensor([1, 8]), "rise"), ("cu_seqlens", torch.tensor([0, 6, 4, 8]), "rise"),
-    ("cu_seqlens", torch.tensor([[0, 8]]), r"\(1, 2\)"),
-    ("cu_seqlens", torch.tensor([0.0, 8.0]), "int32 or int64 .*float32"),
-    ("cu_seqlens", torch.tensor([0, 8], device="meta"), "cu_seqlens is on meta"),
-    ("h0", torch.ones(1, 3, 2), r"h0 must be \(2, 3, 2\) .* got \(1, 3, 2\)"),
-    ("x", torch.ones(2, 8, 3), "B = 2: flatten"),
-    ("dt", torch.ones(1, 7, 3), r"dt must be \(1, 8, 3\)")])
-def test_sequences_that_do_not_fit_are_refused_in_a_line(name, bad, words):
+# Argument, its shape or the numbers of cu_seqlens; words of the line. Of (1, 8, 3), two states and two sequences.
+MISFITS = """
+cu_seqlens  [0, 5]        rise from 0 to T = 8, got [0, 5]
+cu_seqlens  [1, 8]        rise
+cu_seqlens  [0, 6, 4, 8]  rise
+cu_seqlens  [[0, 8]]      (1, 2)
+cu_seqlens  [0.0, 8.0]    torch.float32
+h0          (1, 3, 2)     h0 must be (2, 3, 2)
+x           (2, 8, 3)     B = 2: flatten
+dt          (1, 7, 3)     dt must be (1, 8, 3)
+"""
+
+
+@pytest.mark.parametrize("backend", ("", "torch"))
+def test_sequences_that_do_not_fit_are_refused_in_a_line(backend):
     a, ends = packed("longhorn", [4, 4], 3, 2)
-    for backend in ("", "torch"):
-        f = partial(longhorn_scan, backend=backend)
-        f(**a, cu_seqlens=ends)
-        with pytest.raises(ValueError, match=rf"^scan: [^\n]*{words}[^\n]*\Z"):
-            f(**{**a, "cu_seqlens": ends, name: bad})
+    scan = partial(longhorn_scan, backend=backend)
+    scan(**a, cu_seqlens=ends)
+    bad = [("cu_seqlens", ends.to("meta"), "cu_seqlens is on meta")]
+    for name, given, words in table(MISFITS):
+        given = ast.literal_eval(given)
+        bad.append((name, torch.tensor(given) if isinstance(given, list) else torch.ones(given), words))
+    for name, given, words in bad:
+        with pytest.raises(ValueError, match=rf"^scan: [^\n]*{re.escape(words)}[^\n]*\Z"):
+            scan(**{**a, "cu_seqlens": ends, name: given})
