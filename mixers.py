@@ -63,13 +63,17 @@ def wide(a):
     return a.to(torch.promote_types(a.dtype, torch.float32))
 
 
-def token_shift(x, last):
-    """x (B, T, d) shifted by one token: `last` (B, d), or zeros, comes first; zeros where a document begins."""
+def token_shift(x, last, mus):
+    """For each mu (d,) of mus: x (B, T, d), mixed by mu with the token before it. That of the first token is `last`
+    (B, d), or zeros, and of the first in a document zeros."""
     if last is not None:
-        return torch.cat([last[:, None].to(x.dtype), x[:, :-1]], 1)  # (B, T, d)
-    before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)  # (B, T, d)
-    packed = documents_of(x)
-    return before if packed is None else before.masked_fill(packed.starts[..., None], 0)
+        before = torch.cat([last[:, None].to(x.dtype), x[:, :-1]], 1)  # (B, T, d)
+    else:
+        before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)  # (B, T, d)
+        packed = documents_of(x)
+        before = before if packed is None else before.masked_fill(packed.starts[..., None], 0)
+    change = before - x
+    return [torch.addcmul(x, change, mu) for mu in mus.to(x.dtype)]
 
 
 def ramp(n):
@@ -190,8 +194,7 @@ class RWKVTimeMix(nn.Module):
 
     def forward(self, x, state=None):
         last, S = (None, None) if state is None else state
-        change = token_shift(x, last) - x  # (B, T, d)
-        r, k, v, g = (torch.addcmul(x, change, mu) for mu in self.mu.to(x.dtype))
+        r, k, v, g = token_shift(x, last, self.mu)  # (B, T, d) each
         heads = lambda a: a.unflatten(-1, (self.H, self.n))  # (B, T, H, n)
         r = heads(self.receptance(r))
         k = heads(self.key(k))
@@ -226,8 +229,7 @@ class RWKVChannelMix(nn.Module):
         self.value = linear(hidden, d, start=to_residual(config))
 
     def forward(self, x, state=None):
-        change = token_shift(x, state) - x  # (B, T, d)
-        r, k = (torch.addcmul(x, change, mu) for mu in self.mu.to(x.dtype))
+        r, k = token_shift(x, state, self.mu)  # (B, T, d) each
         y = torch.sigmoid(self.receptance(r)) * self.value(F.relu(self.key(k)).square())
         return y, None if state is None else x[:, -1].clone()
 
@@ -302,8 +304,7 @@ class RWKV4TimeMix(nn.Module):
 
     def forward(self, x, state=None):
         last, *past = (None, None) if state is None else state
-        change = token_shift(x, last) - x  # (B, T, d)
-        r, k, v = (torch.addcmul(x, change, mu) for mu in self.mu.to(x.dtype))
+        r, k, v = token_shift(x, last, self.mu)  # (B, T, d) each
         r, k, v = self.receptance(r), self.key(k), self.value(v)  # (B, T, d) each
         past = None if state is None else past
         y, past = wkv4(k, v, self.decay.exp(), self.bonus, past, backend=self.backend)
