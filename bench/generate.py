@@ -68,7 +68,8 @@ class Reader(Model):
         """
         with self.autocast():
             text = torch.randint(lm.config.vocab_size, (2, sum(PIECES)), device=self.device)  # (2, T)
-            state, seen = lm.initial_state(2), []
+            state = lm.initial_state(2)
+            seen = []
             for piece in text.split(PIECES, 1):
                 logits, _, state = lm(piece, state=state, last_only=True)
             for _ in range(new_tokens):
@@ -101,7 +102,8 @@ class Reader(Model):
     def read(self, context):
         """Read on until the text has `context` tokens. Its seconds count the whole text."""
         self.token = self.later = None  # frees the previous context's continuation
-        peak, batch_size = measure.Peak(self.device), self.spec["batch_size"]
+        peak = measure.Peak(self.device)
+        batch_size = self.spec["batch_size"]
         while self.past < context:
             size = min(self.spec["chunk"], context - self.past)
             g = torch.Generator().manual_seed(self.past)
@@ -138,7 +140,8 @@ class Family(Worker):
 
     def __init__(self, spec):
         super().__init__(Reader, spec, family=spec["name"], contexts=[])
-        self.spec, self.spent = spec, 0.0
+        self.spec = spec
+        self.spent = 0.0
         self.chunk_s = 0.0  # of the last chunk: a lower bound of the next, as attention slows down
         self.past = 0
 
@@ -158,7 +161,8 @@ class Family(Worker):
         if not answer:
             return False
         contexts.append(answer)
-        self.past, self.chunk_s = context, answer["last_chunk_seconds"]
+        self.past = context
+        self.chunk_s = answer["last_chunk_seconds"]
         return True
 
     def write(self, new_tokens):

@@ -188,14 +188,16 @@ def run_stage(stage, out, limit_s, dry_run=False):
     ran_at = {}
     missing = [name for name in stage.needs if not (importlib.util.find_spec(name) or shutil.which(name))]
     if missing:
-        status, reason = "skipped", f"{missing[0]} is not installed"
+        status = "skipped"
+        reason = f"{missing[0]} is not installed"
     else:
         try:
             exit_status, ran_at = at_its_clock(run_limited, command, limit_s, log)
             text = log.read_text(errors="replace")
             status, reason = verdict(stage, limit_s, exit_status, text)
         except OSError as error:
-            status, reason = "failed", str(error)
+            status = "failed"
+            reason = str(error)
     ended = read_json(record) if record.exists() else new_record(stage.name, finished=status == "ok")
     if "pytest" in stage.needs:
         ended |= counts(text)

@@ -82,7 +82,8 @@ def values_and_gradients(f, a, dtype=None):
     x = next(iter(a.values()))
     g = torch.Generator(x.device).manual_seed(1)
     args = leaves({name: v.to(dtype or v.dtype, copy=True) for name, v in a.items()})
-    results, weights = {}, []
+    results = {}
+    weights = []
     for name, v in zip(("y", "hT"), f(**args), strict=True):
         if v is not None:
             weight = torch.randn(v.shape, generator=g, device=x.device)
@@ -240,7 +241,9 @@ class Contender:
 
     def __init__(self, name, make, device, rounds):
         self.row = {"contender": name}
-        self.device, self.rounds, self.seconds = device, rounds, []
+        self.device = device
+        self.rounds = rounds
+        self.seconds = []
         self.attempt(self.warm_up, make)
 
     def attempt(self, f, *arguments):

@@ -217,7 +217,9 @@ def describe_case(row):
 
 def check(cases, device, budget_s):
     """Run and print all cases that fit in budget_s seconds; returns (records, {contender: why it is not timed})."""
-    rows, wrong, began = [], {}, time.perf_counter()
+    rows = []
+    wrong = {}
+    began = time.perf_counter()
     for case in cases:
         if time.perf_counter() - began > budget_s:
             print(f"  {len(cases) - len(rows)} more comparisons are left out: {budget_s:.0f} s are used up")
@@ -352,7 +354,8 @@ def chosen_shapes(args):
 
 
 def main(argv):
-    args, began = configurator.read(Options, argv, __doc__), time.perf_counter()
+    args = configurator.read(Options, argv, __doc__)
+    began = time.perf_counter()
     on_gpu = args.device == "cuda" and not args.dry_run
     benchmark = f"scan_{args.device}"
     out = measure.record_file(args, benchmark, args.dry_run)

@@ -121,7 +121,9 @@ def delta_rule_ref(q, k, v, beta, log_decay=None, state=None):
 @in_full_precision
 def mesa_ref(q, k, v, beta, log_decay, ridge, state=None):
     """`mesa` as a loop over time, with a direct solve per token."""
-    (H, U), os, w = _start_mesa(q, v, state), [], log_decay.exp()[..., None, None]
+    H, U = _start_mesa(q, v, state)
+    os = []
+    w = log_decay.exp()[..., None, None]
     for q_t, k_t, v_t, b_t, w_t in zip(*(a.unbind(1) for a in (q, k, v, beta, w)), strict=True):
         weighted = (b_t[..., None] * k_t)[..., None]  # (B, H, K, 1)
         H, U = w_t * H + weighted * k_t[..., None, :], w_t * U + weighted * v_t[..., None, :]
@@ -141,11 +143,15 @@ def wkv4_ref(k, v, decay, bonus, state=None):
     os = []
     for k_t, v_t in zip(k.unbind(1), v.unbind(1), strict=True):
         seen = torch.maximum(top, bonus + k_t).detach()  # the result does not depend on the shift: no gradient
-        old, new = (top - seen).exp(), (bonus + k_t - seen).exp()
+        old = (top - seen).exp()
+        new = (bonus + k_t - seen).exp()
         os.append((old * num + new * v_t) / (old * den + new))  # (B, D)
         kept = torch.maximum(top - decay, k_t).detach()
-        old, new = (top - decay - kept).exp(), (k_t - kept).exp()
-        num, den, top = old * num + new * v_t, old * den + new, kept
+        old = (top - decay - kept).exp()
+        new = (k_t - kept).exp()
+        num = old * num + new * v_t
+        den = old * den + new
+        top = kept
     return torch.stack(os, 1), (num, den, top)
 
 
@@ -299,7 +305,8 @@ def wkv4(k, v, decay, bonus, state=None, backend=None):
 
 def _run(op, backend, loop, chunks, timed, constants, state, library=None, library_cannot=None):
     """Run the chosen body. loop and chunks take (*timed, *constants, state); `timed` are tensors (B, T, ...)."""
-    v, packed = timed[1], ops.documents_of(timed[1]) if state is None else None
+    v = timed[1]
+    packed = ops.documents_of(timed[1]) if state is None else None
     chosen = choose.choose(op, backend, v.device.type, choose.compute_dtype(v), library_cannot=library_cannot)
     if packed is not None and chosen == "torch":
         with ops.documents(None):
@@ -348,7 +355,8 @@ def _halves(queries, k, g):
     the product of all.
     """
     # computed for blocks of m steps, with m doubling until a block is the whole chunk
-    C, m = k.shape[3], 1
+    C = k.shape[3]
+    m = 1
     decay = g.exp()  # (B, n, H, C/m, K)
     Qs, Key = [(q * decay)[..., None, :] for q in queries], k[..., None, :]  # (B, n, H, C/m, m, K)
     As = [(q * k).sum(-1)[..., None, None] for q in queries]  # (B, n, H, C/m, m, m)
@@ -360,7 +368,8 @@ def _halves(queries, k, g):
             As[i] = torch.cat([F.pad(A1, (0, m)), torch.cat([across, A2], -1)], -2)
             Qs[i] = torch.cat([Q1, Q2 * decay1[..., None, :]], -2)
         Key = torch.cat([K1 * decay2[..., None, :], K2], -2)
-        decay, m = decay1 * decay2, 2 * m
+        decay = decay1 * decay2
+        m = 2 * m
     return [A.squeeze(3) for A in As], [Q.squeeze(3) for Q in Qs], Key.squeeze(3), decay
 
 
@@ -368,8 +377,10 @@ def _halves(queries, k, g):
 def _gla(q, k, v, log_decay, state):
     """All chunks at once, because halving makes many small products. The backward keeps its levels: 4 times the inputs,
     as much as retention keeps, and linear in T."""
-    T, C = q.shape[1], min(GLA_CHUNK, 1 << (q.shape[1] - 1).bit_length())
-    S, starts = _start(q, v, state), []
+    T = q.shape[1]
+    C = min(GLA_CHUNK, 1 << (q.shape[1] - 1).bit_length())
+    S = _start(q, v, state)
+    starts = []
     q, k, v, g = (_chunked(a, C) for a in (q, k, v, log_decay))
     (A,), (Q,), Key, decays = _halves([q], k, g)
     for decay, new in zip(decays.mT.unbind(1), (Key.mT @ v).unbind(1), strict=True):
@@ -422,8 +433,10 @@ class _Between(torch.autograd.Function):
 @in_full_precision
 def _gated_retention(q, k, v, log_decay, state):
     """q and k have G heads, each shared by M heads of values: q k^T is computed once, decays are applied to values."""
-    (B, _, H, V), G = v.shape, q.shape[2]
-    M, os = H // G, []
+    B, _, H, V = v.shape
+    G = q.shape[2]
+    M = H // G
+    os = []
     S = _start(q, v, state).unflatten(1, (G, M)).transpose(2, 3).reshape(B * G, -1, M * V)
     for q_c, k_c, v_c, g_c in _chunks(q, k, v.unflatten(2, (G, M)).flatten(3), log_decay.unflatten(2, (G, M))):
         v_c = v_c.unflatten(2, (M, V))  # (B G, n, M, V)
@@ -459,8 +472,11 @@ def _masked(a, mask):
 
 @in_full_precision
 def _retention(q, k, v, log_decay, bonus, state):
-    B, C, given = q.shape[0], min(CHUNK, q.shape[1]), state
-    S, os = _start(q, v, state).flatten(0, 1), []
+    B = q.shape[0]
+    C = min(CHUNK, q.shape[1])
+    given = state
+    S = _start(q, v, state).flatten(0, 1)
+    os = []
     g, i = log_decay.repeat(B)[:, None], torch.arange(C, device=q.device)  # (B H, 1), (C,)
     late = 0 if bonus is None else 1  # with a bonus a query sees the state before its own step
     apart = i[:, None] - i - late  # clamped where masked: a positive exponent would give a gradient of inf * 0
@@ -468,7 +484,8 @@ def _retention(q, k, v, log_decay, bonus, state):
     if bonus is not None:
         seen = seen + torch.diag_embed(bonus.repeat(B)[:, None].expand(-1, C))
     fade = ((i + 1) * g).exp()[..., None]  # (B H, C, 1), after 1, 2, ... C steps
-    q_fade, k_fade = ((i + 1 - late) * g).exp()[..., None], ((C - 1 - i) * g).exp()[..., None]
+    q_fade = ((i + 1 - late) * g).exp()[..., None]
+    k_fade = ((C - 1 - i) * g).exp()[..., None]
     for (q_c, k_c, v_c), (same, old, new, kept) in zip(_chunks(q, k, v), _of_documents(v, given), strict=False):
         n = q_c.shape[1]
         before = (q_c * _masked(q_fade[:, :n], old)) @ S
@@ -481,7 +498,9 @@ def _retention(q, k, v, log_decay, bonus, state):
 def _delta_rule(q, k, v, beta, log_decay, state):
     """WY form. In a chunk the errors e_t = beta_t (v_t - k_t D_t S_{t-1}), with S_{t-1} = D S + sum_{s<t} D k_s^T e_s
     and D the decays in between, solve (I + tril(beta k D k^T, -1)) e = beta (v - k D S)."""
-    B, S, os = q.shape[0], _start(q, v, state).flatten(0, 1), []
+    B = q.shape[0]
+    S = _start(q, v, state).flatten(0, 1)
+    os = []
     channels = log_decay is not None and log_decay.dim() == 4
     C = min(GLA_CHUNK, 1 << (q.shape[1] - 1).bit_length()) if channels else CHUNK
     products = _products_by_channel(q, k, log_decay, C) if channels else _products(q, k, log_decay)
@@ -517,7 +536,8 @@ def _products_by_channel(q, k, log_decay, C):
 @in_full_precision
 def _mesa(q, k, v, beta, log_decay, ridge, state):
     B = q.shape[0]
-    (H, U), os = (a.flatten(0, 1) for a in _start_mesa(q, v, state)), []
+    H, U = (a.flatten(0, 1) for a in _start_mesa(q, v, state))
+    os = []
     ridge = ridge.repeat(B, 1)[:, None]  # (B H, 1, K)
     for q_c, k_c, v_c, b_c, g_c in _chunks(q, k, v, beta[..., None], log_decay[..., None]):
         before, between, after = _decays(g_c)
@@ -525,7 +545,8 @@ def _mesa(q, k, v, beta, log_decay, ridge, state):
         with torch.no_grad():
             x = _solve(q_c, *matrix)
         x = _Solution.apply(q_c - _times(x, *matrix), x, *(a.detach() for a in matrix))  # (B H, n, K)
-        o, weighted = torch.baddbmm((x * before) @ U, x @ k_c.mT * matrix[1], v_c), (k_c * (b_c * after)).mT
+        o = torch.baddbmm((x * before) @ U, x @ k_c.mT * matrix[1], v_c)
+        weighted = (k_c * (b_c * after)).mT
         os.append(o)  # (B H, n, V)
         H = torch.baddbmm(before[:, -1:] * H, weighted, k_c)  # (B H, K, K)
         U = torch.baddbmm(before[:, -1:] * U, weighted, v_c)  # (B H, K, V)
@@ -547,12 +568,15 @@ def _conjugate_gradients(b, *matrix):
     """Solve _times(x, *matrix) = b for x, every token by itself: in CG_STEPS steps, fewer or more if a CPU's residual
     asks for them."""
     tiny, on_cpu = torch.finfo(b.dtype).tiny, b.device.type == "cpu"  # on a GPU looking takes longer than the steps
-    x, r, p = torch.zeros_like(b), b, b
+    x = torch.zeros_like(b)
+    r = b
+    p = b
     size = whole = (r * r).sum(-1, keepdim=True)
     for steps in range(1, 1 + (MOST_CG_STEPS if on_cpu else CG_STEPS)):
         Mp = _times(p, *matrix)
         step = size / (p * Mp).sum(-1, keepdim=True).clamp(min=tiny)
-        x, r = torch.addcmul(x, step, p), torch.addcmul(r, step, Mp, value=-1)
+        x = torch.addcmul(x, step, p)
+        r = torch.addcmul(r, step, Mp, value=-1)
         size, last = (r * r).sum(-1, keepdim=True), size
         enough = torch.finfo(b.dtype).eps if steps < CG_STEPS else RESIDUAL
         if on_cpu and bool((size <= whole * enough ** 2).all()):
@@ -590,7 +614,8 @@ def _wkv4(k, v, decay, bonus, state):
     """About sqrt(T) chunks of sqrt(T) steps: each step runs in all chunks at once, then the chunks are joined. The
     running maximum comes first, without gradients; given the maximum, num and den are linear. Where a document begins,
     the maximum so far is set to NOTHING, so that earlier tokens weigh nothing."""
-    T, C = k.shape[1], 1 << k.shape[1].bit_length() // 2
+    T = k.shape[1]
+    C = 1 << k.shape[1].bit_length() // 2
     packed = ops.documents_of(v) if state is None else None
     starts = k.new_zeros(*k.shape[:2], dtype=torch.bool) if packed is None else packed.starts  # (B, T)
     num, den, top = _start4(k, state)
@@ -601,7 +626,10 @@ def _wkv4(k, v, decay, bonus, state):
     cut = lambda a, where: a if packed is None else a.masked_fill(where, NOTHING)
 
     with torch.no_grad():
-        m, ms, tops, first = torch.full_like(chunks(k)[:, :, 0], NOTHING), [], [], top
+        m = torch.full_like(chunks(k)[:, :, 0], NOTHING)
+        ms = []
+        tops = []
+        first = top
         for k_c, starts_c in zip(chunks(k).unbind(2), chunks(starts).unbind(2), strict=True):
             m = torch.maximum(cut(m - decay, starts_c), k_c)
             ms.append(m)  # (B, n, D)
@@ -614,12 +642,16 @@ def _wkv4(k, v, decay, bonus, state):
 
     before = cut(torch.cat([top[:, None], m[:, :-1]], 1), starts)  # (B, T, D)
     fade, new = (before - decay - m).exp(), (k - m).exp()  # both <= 1
-    x, p, xs, ps = 0.0, 1.0, [], []
+    x = 0.0
+    p = 1.0
+    xs = []
+    ps = []
     for f_c, new_c in zip(chunks(fade).unbind(2), torch.stack([chunks(new * v), chunks(new)]).unbind(3), strict=True):
         x, p = new_c + f_c * x, f_c * p  # (2, B, n, D) num and den from this chunk's tokens only, (B, n, D)
         xs.append(x)
         ps.append(p)
-    S, starts = torch.stack([num, den]), []
+    S = torch.stack([num, den])
+    starts = []
     for x_n, p_n in zip(x.unbind(2), p.unbind(1), strict=True):
         starts.append(S)
         S = x_n + p_n * S  # (2, B, D)
@@ -628,7 +660,8 @@ def _wkv4(k, v, decay, bonus, state):
     nums, dens = torch.cat([torch.stack([num, den])[:, :, None], after[:, :, :-1]], 2)
 
     seen = torch.maximum(before, bonus + k).detach()
-    old, new = (before - seen).exp(), (bonus + k - seen).exp()
+    old = (before - seen).exp()
+    new = (bonus + k - seen).exp()
     o = (old * nums + new * v) / (old * dens + new)  # (B, T, D)
     # copies, as views would keep all T alive; step T - 1, not the last one: padding lowers the maximum further
     return o[:, :T], tuple(a[:, T - 1].clone() for a in (after[0], after[1], m))
@@ -637,7 +670,8 @@ def _wkv4(k, v, decay, bonus, state):
 # -------------------------------------------------------------------------------------------------- the fused library
 
 def _call_fused(op, q, k, v, state, **rest):
-    dtype, wanted = v.dtype, choose.compute_dtype(v)
+    dtype = v.dtype
+    wanted = choose.compute_dtype(v)
     q, k, v = (a.to(wanted) for a in (q, k, v))
     if "beta" in rest:
         rest["beta"] = rest["beta"].to(wanted)

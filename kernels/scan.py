@@ -62,7 +62,8 @@ STEPS = {"longhorn": _longhorn_step, "exact": _exact_step, "mamba": _mamba_step,
 
 def _loop(update, x, dt, k, q, A, D, z, dt_bias, h0):
     """(y, hT): Algorithm 1 with this update (a key of STEPS), in float64 for float64 inputs, else in float32."""
-    dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
+    dtype = x.dtype
+    wide = torch.promote_types(x.dtype, torch.float32)
     x, dt, k, q, A, D, z, dt_bias, h0 = (None if a is None else a.to(wide) for a in (x, dt, k, q, A, D, z, dt_bias, h0))
     if dt_bias is not None:
         dt = dt + dt_bias
@@ -89,7 +90,8 @@ def _scan_torch(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, reverse):
     rows = (x, dt, k, q, z)
     if cu_seqlens is None:
         return scan(rows, h0)
-    ends, results = cu_seqlens.tolist(), []
+    ends = cu_seqlens.tolist()
+    results = []
     for s, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
         one = [None if a is None else a[:, start:end] for a in rows]
         results.append(scan(one, None if h0 is None else h0[s:s + 1]))
@@ -194,7 +196,8 @@ def _check(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, mamba=False):
     beside = f"{nx} {tuple(x.shape)} and {nk} {tuple(k.shape)}"
     if x.dim() != 3 or k.dim() != 3 or min(*x.shape, *k.shape) < 1:
         raise ValueError(f"scan: {nx} must be (B, T, D) and {nk} (B, T, N), every size at least 1, got {beside}")
-    (B, T, d), N = x.shape, k.shape[2]
+    B, T, d = x.shape
+    N = k.shape[2]
     rows = B if cu_seqlens is None else _check_cu_seqlens(cu_seqlens, B, T, x.device)
     wanted = {ndt: (dt, (B, T, d)), nk: (k, (B, T, N)), nq: (q, (B, T, N)), "D": (D, (d,)), "z": (z, (B, T, d)),
               nbias: (dt_bias, (d,)), "h0": (h0, (rows, d, N)), **({"A": (A, (d, N))} if mamba else {})}
@@ -248,7 +251,8 @@ def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tens
           dt_bias: Tensor | None, h0: Tensor | None, cu_seqlens: Tensor | None, update: str,
           save: bool, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(y, hT, states at the chunk boundaries, None unless `save`)."""
-    (B, T, d), N = x.shape, k.shape[2]
+    B, T, d = x.shape
+    N = k.shape[2]
     kernels, cu = _kernels(x, k, z, cu_seqlens, update, reverse)
     rows, n_chunks = _sizes(x, k, cu_seqlens)
     S = kernels.segments
@@ -266,7 +270,8 @@ def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tens
 
 
 def _scan_fake(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, update, save, reverse):
-    (B, T, d), N = x.shape, k.shape[2]
+    B, T, d = x.shape
+    N = k.shape[2]
     rows, n_chunks = _sizes(x, k, cu_seqlens)
     chunks = launch.empty(x, n_chunks, launch.kept_states(x, N), d) if save else launch.empty(x, 0)
     return launch.empty(x, B, T, d, dtype=x.dtype), launch.empty(x, rows, d, N), chunks
@@ -281,7 +286,8 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
     """(dx, ddt, dk, dq, dA, dD, dz, ddt_bias, dh0); None for absent arguments."""
     if chunks is None or not chunks.numel():
         raise RuntimeError("scan: cannot differentiate: the forward kept no states (save=False)")
-    (B, T, d), N = x.shape, k.shape[2]
+    B, T, d = x.shape
+    N = k.shape[2]
     kernels, cu = _kernels(x, k, z, cu_seqlens, update, reverse, backward=True)
     rows, _ = _sizes(x, k, cu_seqlens)
     S = kernels.segments

@@ -63,7 +63,8 @@ def main(argv):
         rows = [(family, size, LM(ModelConfig(**settings))) for family, size, settings in shapes(argv)]
     print("family          size       parameters   Table 1    off  FLOPs/token  state at block_size")
     for family, size, lm in rows:
-        count, paper = counting.parameter_count(lm)["total"], TABLE1.get(family.removesuffix("_released"), {}).get(size)
+        count = counting.parameter_count(lm)["total"]
+        paper = TABLE1.get(family.removesuffix("_released"), {}).get(size)
         beside = f"{paper / 1e6:8.1f}M {count / paper - 1:+6.1%}" if paper else f"{'-':>9} {'-':>6}"
         print(f"{family:15} {size:8} {count / 1e6:11.2f}M {beside} "
               f"{counting.flops_per_token(lm)['total'] / 1e6:11.0f}M {counting.state_size(lm) / 1e6:13.2f}M")

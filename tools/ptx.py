@@ -70,7 +70,9 @@ def translate(ptx, left_out=()):
     Launching kernels in `left_out` fails; leaving some out saves most of a second of g++ for each.
     """
     ptx = re.sub(r"//[^\n]*", "", ptx.rstrip("\0"))
-    out, at, size = [], 0, None
+    out = []
+    at = 0
+    size = None
     while ptx[at:].strip():
         match = MODULE.match(ptx, at)
         if not match:
@@ -101,7 +103,8 @@ def statements(body, line, param):
         match = STATEMENT.match(body, at)
         if not match:
             raise ValueError(f"unknown PTX: {body[at:].strip()[:100]!r}")
-        line, at = line + body.count("\n", at, match.end()), match.end()
+        line = line + body.count("\n", at, match.end())
+        at = match.end()
         if match["source"]:
             # file 1 is the source, others are the compiler's headers
             source = int(match["source"]) if match["file"] == "1" else source
@@ -213,7 +216,9 @@ def computed(words, rule, operands, param):
 
 def access(match, operands, at, param):
     """The C++ for a load or store of a number or a vector."""
-    loads, count, kind = match["way"] == "ld", int(match["count"] or 1), match["kind"]
+    loads = match["way"] == "ld"
+    count = int(match["count"] or 1)
+    kind = match["kind"]
     address, registers = operands if not loads else operands[::-1]
     registers = [r.strip() for r in registers.strip("{}").split(",")]
     where = re.fullmatch(r"\[(%?\w+)(?:\+(-?\d+))?\]", address)
