@@ -13,14 +13,12 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import LIBRARIES
-from operators import OPERATORS, bare, distance, double, graded, inputs
+from operators import OPERATORS, bare, distance, double, graded, timed
 
 import families  # noqa: F401
 from inspection.self_check import self_check
-from kernels import build, fused, ops
-from kernels.scan import selective_scan
+from kernels import build, fused
 from model import LM, ModelConfig
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -83,7 +81,8 @@ def beyond(fast, slow, a, half, tolerance=TOLERANCE):
     """{name: error} of the outputs and gradients whose error, relative to the norm of the loop's in float64 on the same
     inputs, is beyond the tolerance. half: the arguments in 16 bits."""
     given = {n: v.to(DEVICE, DTYPE if n in half else torch.float32) for n, v in a.items()}
-    got, true = graded(fast, given), graded(slow, double(given))
+    got = graded(fast, given)
+    true = graded(slow, double(given))
     errors = {n: distance(got[n], true[n]) for n in true}
     return {n: error for n, error in errors.items() if not error <= tolerance}
 
@@ -95,7 +94,8 @@ def test_flash_linear_attention_computes_the_recurrence(name, state, T):
     row = OPERATORS[name]
     needs(row.op)
     a = {n: v.to(DTYPE) for n, v in row.draw(T, B=1, H=2, K=16, V=16).items()}
-    half, tolerance = ("q", "k", "v", "beta"), TOLERANCE * (4 if name == "mesa" else 1)
+    half = ("q", "k", "v", "beta")
+    tolerance = TOLERANCE * (4 if name == "mesa" else 1)
     assert not beyond(functools.partial(row.run, "fused"), row.true, a if state else bare(row, a), half, tolerance)
 
 
@@ -111,30 +111,16 @@ on_gpu = pytest.mark.skipif(INTERPRETED, reason="not written in Triton: needs a 
 
 @on_gpu
 @LENGTHS
-def test_mamba_ssm_computes_the_loop(T):
-    needs("selective_scan")
-    a = {n: v for n, v in inputs("mamba", 2, T, 48, 16, dtype=DTYPE).items() if n != "h0"}
-    names = {"x": "u", "dt": "delta", "k": "B", "q": "C", "dt_bias": "delta_bias"}
-    a, half = {names.get(n, n): v for n, v in a.items()}, ("u", "delta", "B", "C", "z")
-    run = lambda backend: functools.partial(selective_scan, delta_softplus=True, backend=backend)
-    assert not beyond(run("fused"), run("torch"), a, half)
-
-
-@on_gpu
-@LENGTHS
-@pytest.mark.parametrize("silu", (True, False))
-def test_causal_conv1d_computes_the_convolution(silu, T):
-    needs("causal_conv1d")
-    a = {"x": torch.randn(2, T, 48), "weight": torch.randn(48, 4), "bias": torch.randn(48)}
-    run = lambda backend: functools.partial(ops.causal_conv1d, silu=silu, backend=backend)
-    assert not beyond(run("fused"), run("torch"), a, ("x",))
-
-
-@on_gpu
-@LENGTHS
-@pytest.mark.parametrize("window", (None, 24))
-def test_flash_attn_computes_the_softmax(window, T):
-    needs("attention")
-    a = {n: F.normalize(torch.randn(2, 2, T, 32), dim=-1) * 4 for n in ("q", "k", "v")}
-    run = lambda backend: functools.partial(ops.attention, window=window, backend=backend)
-    assert not beyond(run("fused"), run("torch"), a, tuple(a))
+@pytest.mark.parametrize("name, sizes, how", [
+    ("mamba", {"D": 48, "N": 16}, {"keep": False}),
+    ("conv", {"D": 48}, {}),
+    ("conv", {"D": 48}, {"silu": False}),
+    ("attention", {"K": 16, "past": 0}, {}),
+    ("window", {"K": 16, "past": 0}, {})], ids=str)
+def test_the_other_libraries_compute_their_operators(name, sizes, how, T):
+    row = OPERATORS[name]
+    needs(row.op)
+    a = {n: v for n, v in row.draw(T, **sizes).items() if n not in row.states}
+    run = lambda **a: {"y": row.run(**a, **how, backend="fused")["y"]}
+    true = lambda keep=False, **a: {"y": row.true(**a)["y"]}
+    assert not beyond(run, functools.partial(true, **how), a, timed(row, a))
