@@ -57,19 +57,22 @@ def recurrence(q, k, v, alpha=None, bonus=None, beta=None, ridge=None, state=Non
     transition matrix of a delta rule. alpha: the decay (H,), (B, T, H) or (B, T, H, K)."""
     B, T, heads, V = v.shape
     q, k = q.expand(B, T, heads, -1), k.expand(B, T, heads, -1)
-    eye, os = torch.eye(k.shape[3], dtype=v.dtype, device=v.device), [v[:, :0]]
+    eye = torch.eye(k.shape[3], dtype=v.dtype, device=v.device)
+    os = [v[:, :0]]
     H, S = state if isinstance(state, tuple) else (torch.zeros_like(eye), state)
     S = v.new_zeros(B, heads, len(eye), V) if S is None else S
     alpha = v.new_ones(heads) if alpha is None else alpha
     alpha = (alpha if alpha.dim() == 4 else alpha[..., None]).expand_as(k)
     for t in range(T):
         K, x = k[:, t, :, :, None], v[:, t, :, None]  # (B, H, K, 1), (B, H, 1, V)
-        before, S = S, alpha[:, t, ..., None] * S
+        before = S
+        S = alpha[:, t, ..., None] * S
         b = 1.0 if beta is None else beta[:, t, :, None, None]
         if beta is not None and ridge is None:
             S = (eye - b * K @ K.mT) @ S
         S = S + b * K @ x
-        read, seen = q[:, t, :, None], S if bonus is None else before + bonus[:, None, None] * K @ x
+        read = q[:, t, :, None]
+        seen = S if bonus is None else before + bonus[:, None, None] * K @ x
         if ridge is not None:
             H = alpha[:, t, ..., None] * H + b * K @ K.mT
             read = read @ torch.linalg.inv(H + torch.diag_embed(ridge)).mT
@@ -113,7 +116,8 @@ def wkv4_true(k, v, decay, bonus, num=None, den=None, max=None):
     """A softmax over the past, of which the state is one more token, at each step and after the last."""
     T = k.shape[1]
     if den is not None:
-        k, v = torch.cat([(den.log() + max)[:, None], k], 1), torch.cat([(num / den)[:, None], v], 1)
+        k = torch.cat([(den.log() + max)[:, None], k], 1)
+        v = torch.cat([(num / den)[:, None], v], 1)
     age = torch.arange(T + 1)[:, None] - 1 - torch.arange(T - k.shape[1], T)  # of each token at each step, (T + 1, S)
     logits = torch.where(age[..., None] < 0, bonus, -age[..., None] * decay) + k[:, None]
     logits = logits.masked_fill(age[..., None] < -1, -torch.inf)
@@ -376,7 +380,8 @@ def wrong(name, a, backend="", only=None, slack=None, run=None, true=None, toler
     an error that is allowed}; how: further arguments of both.
     """
     row = OPERATORS[name]
-    run, true = run or functools.partial(row.run, backend=backend), true or row.true
+    run = run or functools.partial(row.run, backend=backend)
+    true = true or row.true
     got = graded(lambda **a: row.seen(run(**a, **how)), a, only)
     assert got["y"].dtype == next(iter(a.values())).dtype
     want = graded(lambda **a: row.seen(true(**a, **how)), double(a), only)
@@ -498,7 +503,9 @@ def use_alone(monkeypatch, module):
 def loss_wrong(logits, targets):
     """What the kernel of the loss gets wrong: the targets' log-probabilities, the gradient in place of the logits."""
     log_p = logits.double().log_softmax(1)
-    p, of_targets, at_target = log_p.exp(), log_p.gather(1, targets[:, None])[:, 0], F.one_hot(targets, logits.shape[1])
+    p = log_p.exp()
+    of_targets = log_p.gather(1, targets[:, None])[:, 0]
+    at_target = F.one_hot(targets, logits.shape[1])
     found, kept = logits.clone(), logits.clone()
     errors = {"log_p": (ops.log_probabilities(found, targets, True) - of_targets).abs() - 32 * EPS,
               "without a gradient": (ops.log_probabilities(kept, targets, False) - of_targets).abs() - 32 * EPS,
@@ -518,5 +525,6 @@ def native_scan(**a):
 
 def conv_wrong(dtype, W, B, T, D, **how):
     """What the convolution gets wrong, with and without the optional arguments."""
-    a, bare = conv_inputs(B, T, D, W, dtype), conv_inputs(B, T, D, W, dtype, bias=False, state=False)
+    a = conv_inputs(B, T, D, W, dtype)
+    bare = conv_inputs(B, T, D, W, dtype, bias=False, state=False)
     return wrong("conv", a, only="y", **how) | wrong("conv", bare, only="y", silu=False, **how)

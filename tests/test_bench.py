@@ -225,7 +225,9 @@ def test_a_stage_gets_the_time_that_others_do_not_need():
 def test_what_does_not_build_is_not_timed_and_a_success_is_not_repeated(tmp_path, capsys):
     """Also in later calls. Every failure and every stage left out counts."""
     add = ["sh", "-c", f"printf x >> {tmp_path}/ran"]
-    done, good, build = {}, Stage("a", 10, add), Stage("build", 10, ["false"])
+    done = {}
+    good = Stage("a", 10, add)
+    build = Stage("build", 10, ["false"])
     call = lambda *stages, budget_s=60: gpu.run_call(stages, tmp_path, budget_s, True, done)
     assert call(good) == 0 and call(good, build, Stage("b", 10, add), Stage("c", 10, [])) == 3
     assert (tmp_path / "ran").read_text() == "x" and "b              left out   build failed" in capsys.readouterr().out

@@ -58,7 +58,8 @@ def layer_of(family, **sizes):
 
 def agree(ours, theirs, weights, d, tolerance, unused=()):
     """ours(x) and theirs(x), a module given `weights(ours)`: {name: tensor}. unused: our parameters that it lacks."""
-    theirs, names = theirs.double().eval(), [n for n, _ in ours.named_parameters() if n not in unused]
+    theirs = theirs.double().eval()
+    names = [n for n, _ in ours.named_parameters() if n not in unused]
     assert weights(ours).keys() == dict(theirs.named_parameters()).keys()
     for T in LENGTHS:
         x = torch.randn(2, T, d, dtype=torch.float64, requires_grad=True)
@@ -88,7 +89,8 @@ class Returning(torch.nn.Module):
 @pytest.mark.parametrize("d, H, W", [(32, 2, 4), (48, 3, 2), (16, 1, 3)])
 def test_gated_deltanet_is_qwen3_nexts(d, H, W):
     _, layer = layer_of("gated_deltanet", n_embd=d, n_head=H, d_conv=W)
-    ours, n = layer.branches[0].mixer, d // H // 2
+    ours = layer.branches[0].mixer
+    n = d // H // 2
     theirs = modeling_qwen3_next.Qwen3NextGatedDeltaNet(transformers.Qwen3NextConfig(
         hidden_size=d, num_hidden_layers=1, linear_num_value_heads=H, linear_num_key_heads=H, linear_key_head_dim=n,
         linear_value_head_dim=2 * n, linear_conv_kernel_dim=W, rms_norm_eps=1e-5, hidden_act="silu",

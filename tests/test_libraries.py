@@ -99,6 +99,7 @@ def test_linear_attention_in_the_librarys_own_layout(name, state, T, exact):
     out = run(**a)
     (op, _, dtypes, rest), = exact
     assert op == OPERATORS[name].op and dtypes == {BF16} and (rest["state"] is not None) == state
+    assert {v.dtype for n, v in rest.items() if n in ("g", "g_gamma")} <= {F32}
     assert [v.shape for n, v in rest.items() if n == "g_gamma"] == [(3,)] * (name in ("retention", "bonus"))
     assert out["y"].dtype == BF16 and out["state"].dtype == F32
 

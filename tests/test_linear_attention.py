@@ -16,7 +16,10 @@ pytestmark = pytest.mark.usefixtures("poison", "one_thread")
 @pytest.mark.parametrize("begins", [(7,), (8,), (24,), (1, 2, 30)], ids=str)
 def test_wkv4_of_documents_whose_keys_are_far_apart(begins):
     """The keys of each document are a hundred below those before it: what is left of its own would underflow."""
-    k, v, decay, bonus = torch.randn(1, 33, 3), torch.randn(1, 33, 3), torch.rand(3) + 1e-3, torch.randn(3)
+    k = torch.randn(1, 33, 3)
+    v = torch.randn(1, 33, 3)
+    decay = torch.rand(3) + 1e-3
+    bonus = torch.randn(3)
     starts = torch.zeros(1, 33, dtype=torch.bool)
     starts[:, list(begins)] = True
     k = (k - 100 * starts.cumsum(1)[..., None]).requires_grad_()

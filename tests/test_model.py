@@ -81,7 +81,8 @@ def numel(state):
 
 def in_chunks(lm, idx, splits):
     """Logits (B, T, vocab_size) through the state, and the state after the last."""
-    state, parts = lm.initial_state(len(idx)), []
+    state = lm.initial_state(len(idx))
+    parts = []
     for part in idx.split(splits, 1):
         logits, _, state = lm(part, state=state)
         parts.append(logits)
@@ -95,7 +96,8 @@ def in_chunks(lm, idx, splits):
 def test_chunks_with_their_state_equal_the_whole(family):
     """So no token changes anything before it: a chunk has not seen what follows."""
     lm, idx = tiny(family, window=13, block_size=48), tokens(2, 24)  # two layers of it see 24 back
-    whole, (logits, state) = lm(idx)[0], in_chunks(lm, idx, [1, 1, 5, 1, 14, 1, 1])
+    whole = lm(idx)[0]
+    logits, state = in_chunks(lm, idx, [1, 1, 5, 1, 14, 1, 1])
     close(logits, whole, 1e-4)  # float32, matrices several times as large as at the start of training
     after = lm(idx, state=state)[0]
     assert torch.equal(lm(idx, state=state)[0], after), "the state was not left as it was"
@@ -106,7 +108,9 @@ def test_chunks_with_their_state_equal_the_whole(family):
 @ALL_FAMILIES
 @torch.no_grad()
 def test_shapes_loss_and_last_only(family):
-    lm, idx, targets = tiny(family), tokens(3, 10), tokens(3, 10, seed=2)
+    lm = tiny(family)
+    idx = tokens(3, 10)
+    targets = tokens(3, 10, seed=2)
     logits, loss = lm(idx)
     assert logits.shape == (3, 10, 64) and loss is None
     p = logits.double().log_softmax(-1)
@@ -128,7 +132,9 @@ def test_shapes_loss_and_last_only(family):
 
 def trained(family, dtype, recompute, **changes):
     """The model, its logits and loss, and the gradient of each parameter by name."""
-    lm, idx, y = tiny(family, **changes), tokens(3, 24, 63), tokens(3, 24, seed=2)
+    lm = tiny(family, **changes)
+    idx = tokens(3, 24, 63)
+    y = tokens(3, 24, seed=2)
     idx[0, 7], idx[1, 3], idx[1, 21] = 63, 63, 63
     distributed.prepare_layers(lm, SimpleNamespace(compile=False, recompute=recompute))
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -162,7 +168,9 @@ def test_training_in_either_dtype_with_and_without_recomputation(family):
 def test_compiled_equals_eager():
     """As one graph. Every operator is compiled in test_conformance.py, its backward too."""
     torch.compiler.reset()
-    lm, idx, targets = tiny("longhorn", pattern="longhorn,llama"), tokens(2, 16), tokens(2, 16, seed=2)
+    lm = tiny("longhorn", pattern="longhorn,llama")
+    idx = tokens(2, 16)
+    targets = tokens(2, 16, seed=2)
     run = torch.compile(lm, backend="eager", fullgraph=True)
     (logits, loss), (compiled_logits, compiled_loss) = lm(idx, targets), run(idx, targets)
     close(compiled_logits, logits)
@@ -286,7 +294,9 @@ def test_what_stands_in_two_places_has_its_parameters_once_and_runs_twice():
 @ALL_FAMILIES
 def test_flops_per_token(family):
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 24, "vocab_size": 96}
-    lm, B, T = LM(ModelConfig(model=family, **shape)), 2, 24
+    lm = LM(ModelConfig(model=family, **shape))
+    B = 2
+    T = 24
     flops = counting.flops_per_token(lm)
     assert flops["total"] == flops["forward"] + flops["backward"] and flops["backward"] == 2 * flops["forward"]
     assert not counting.left_out(lm), "a family of ours leaves something out"
@@ -310,7 +320,8 @@ def read(name):
 @pytest.mark.parametrize("family", [family for family in FAMILIES if (CONFIG / f"{family}_laptop.py").exists()])
 def test_laptop_models_are_of_one_size_and_train_alike(family):
     """Within 2% of Longhorn's parameters, on the same tokens, order and schedule: what differs is the mixer."""
-    ours, theirs = read(f"{family}_laptop"), read("longhorn_laptop")
+    ours = read(f"{family}_laptop")
+    theirs = read("longhorn_laptop")
     assert ours["model"] == family
     ours["vocab_size"] = theirs["vocab_size"] = 256  # bytes
     count = lambda c: counting.parameter_count(LM(ModelConfig(**{k: c[k] for k in vars(ModelConfig())})))["total"]
@@ -326,7 +337,8 @@ def test_state_size_is_that_of_the_state_and_constant_for_all_but_attention(fami
     for changes in ({"d_state": 4}, {"n_layer": 1, "d_conv": 1}):
         lm = tiny(family, **changes)
         assert numel(lm(tokens(3, 10), state=lm.initial_state(3))[2]) == 3 * counting.state_size(lm, 10)
-    state, idx = lm.initial_state(1), tokens(1, 40)
+    state = lm.initial_state(1)
+    idx = tokens(1, 40)
     for t in range(40):
         _, _, state = lm(idx[:, t:t + 1], state=state, last_only=True)
         assert numel(state) == counting.state_size(lm, t + 1)
@@ -366,16 +378,20 @@ def cache_of(cache, *parts):
 
 
 def test_a_token_does_not_copy_the_cache_and_a_graph_holds_no_room():
-    cache, moves = keys_and_values(0), 0
+    cache = keys_and_values(0)
+    moves = 0
     with torch.no_grad():
         for _ in range(300):
-            before, cache = cache[0].data_ptr(), append_to_cache(cache, *keys_and_values(1))
+            before = cache[0].data_ptr()
+            cache = append_to_cache(cache, *keys_and_values(1))
             moves += cache[0].data_ptr() != before
         assert moves < 12 and cache[0].shape[2] == 300
         assert cache[0].untyped_storage().nbytes() <= 1.25 * cache[0].numel() * 4 + 32 * cache[0][:, :, 0].numel() * 4
-        rooms, new = len(ROOMS), keys_and_values(2)
+        rooms = len(ROOMS)
+        new = keys_and_values(2)
         compiled = torch.compile(append_to_cache, backend="eager", fullgraph=True)(cache, *new)
         assert len(ROOMS) == rooms and all(map(torch.equal, compiled, cache_of(cache, new)))
+        assert append_to_cache(cache_of(cache, new), *(a.bfloat16() for a in new))[0].dtype == torch.bfloat16
 
 
 # ----------------------------------------------------------------------------------------- initialisation, weight decay
@@ -385,14 +401,22 @@ def expected_init(family, layer, branch, d, L, H, N=16, W=4):
     neither normal of 0.02 nor of that over the root of the residual branches."""
     kaiming = lambda fan_in: ("uniform", fan_in**-0.5)
     xavier = lambda fan_in, fan_out, gain: ("uniform", gain * math.sqrt(6 / (fan_in + fan_out)))
-    one, zero, low, wide = ("constant", 1), ("constant", 0), 2**-2.5, int(1.8 * d) // H * H
-    a, c, i = layer / max(1, L - 1), 1 - layer / L, [j / d for j in range(d)]
-    mu_k, mu_v, mu_r = [1 - x**c for x in i], [1 - (x**c + 0.3 * a) for x in i], [1 - x ** (c / 2) for x in i]
+    one = ("constant", 1)
+    zero = ("constant", 0)
+    low = 2**-2.5
+    wide = int(1.8 * d) // H * H
+    a = layer / max(1, L - 1)
+    c = 1 - layer / L
+    i = [j / d for j in range(d)]
+    mu_k = [1 - x**c for x in i]
+    mu_v = [1 - (x**c + 0.3 * a) for x in i]
+    mu_r = [1 - x ** (c / 2) for x in i]
     d_ramp, h_ramp = ([j / max(1, n - 1) for j in range(n)] for n in (d, H))
     scan = {"in_proj.weight": kaiming(d), "conv_weight": kaiming(W), "conv_bias": kaiming(W), "dt_bias": zero, "D": one,
             "x_proj.weight": kaiming(2 * d), "dt_proj.weight": kaiming(math.ceil(d / 16)),
             "out_proj.weight": ("uniform", (2 * d) ** -0.5 / math.sqrt(2 * L))}
-    delta, step_size = {"conv_weight": kaiming(W), "norm_weight": one}, ("step size", (1e-3, 0.1))
+    delta = {"conv_weight": kaiming(W), "norm_weight": one}
+    step_size = ("step size", (1e-3, 0.1))
     return {
         "longhorn": scan, "longhorn_exact": scan,
         "mamba": {**scan, "dt_bias": step_size,
@@ -430,11 +454,14 @@ def test_every_parameter_starts_as_its_paper_says(family, L, H):
     d = 256
     lm = LM(config(family, n_embd=d, n_layer=L, n_head=H, vocab_size=1024))
     for name, p in lm.named_parameters():
-        p, expected = p.detach().double(), ("normal", 0.02)
+        p = p.detach().double()
+        expected = ("normal", 0.02)
         if re.fullmatch(r"(layers\.\d+\.branches\.\d+\.|embed_)?norm\.(weight|bias)", name):
             expected = "constant", float(name.endswith("weight"))
         elif name not in ("embed.weight", "positions.weight"):
-            layer, branch, inner = int(name.split(".")[1]), int(name.split(".")[3]), name.split(".mixer.")[1]
+            layer = int(name.split(".")[1])
+            branch = int(name.split(".")[3])
+            inner = name.split(".mixer.")[1]
             writes = inner in RESIDUAL or (inner == "value.weight" and branch)
             if family.endswith("_released"):  # whose code scales RWKV's time mix only
                 writes = inner == "output.weight"
@@ -528,7 +555,8 @@ def test_logarithms_start_above_minus_infinity():
 @ALL_FAMILIES
 def test_matrices_and_the_embedding_decay_and_nothing_else(family):
     lm = LM(config(family))
-    named, decayed = dict(lm.named_parameters()), optim.decayed(lm)
+    named = dict(lm.named_parameters())
+    decayed = optim.decayed(lm)
     free = r"A_log|\bD$|bias|norm|conv|time_|mu|decay|bonus|ridge"
     for name, p in named.items():
         assert (name in decayed) == (p.ndim == 2 and not re.search(free, name)), name
@@ -593,8 +621,11 @@ def rwkv_channel_by_hand(x, linear, p, config):
 def delta_by_hand(x, linear, p, config):
     """DeltaNet and MesaNet; the gated ones are in test_layers.py."""
     q, k, v = (heads(a) for a in conv_true(linear("qkv", x), p["conv_weight"]).chunk(3, -1))
-    q, k = unit(q) / math.sqrt(q.shape[3]), unit(k) if config.normalize_keys else k
-    beta, kk, a = linear("beta", x).sigmoid(), k.square().sum(-1), {}
+    q = unit(q) / math.sqrt(q.shape[3])
+    k = unit(k) if config.normalize_keys else k
+    beta = linear("beta", x).sigmoid()
+    kk = k.square().sum(-1)
+    a = {}
     if config.model == "mesa":
         a = {"alpha": linear("forget", x).sigmoid(), "ridge": F.softplus(p["ridge"]) + 0.25}
     step = {"explicit": beta, "implicit": beta / (1 + beta * kk), "exact": -torch.expm1(-beta * kk) / kk}[config.step]
@@ -605,7 +636,8 @@ def delta_by_hand(x, linear, p, config):
 def longhorn_by_hand(u, linear, p, config):
     """Algorithm 1, or Eq. 6 with the whole k k^T, inside Mamba's block."""
     x, z = linear("in_proj", u).chunk(2, -1)
-    x, N = conv_true(x, p["conv_weight"], p["conv_bias"]), config.d_state
+    x = conv_true(x, p["conv_weight"], p["conv_bias"])
+    N = config.d_state
     r, k, q = linear("x_proj", x).split([p["dt_proj.weight"].shape[1], N, N], -1)
     scan = OPERATORS["exact" if config.model == "longhorn_exact" else "longhorn"].true
     y = scan(x=x, dt=linear("dt_proj", r), k=k, q=q, D=p["D"], z=z, dt_bias=p["dt_bias"])["y"]
@@ -645,7 +677,8 @@ def test_a_block_is_its_equations(family, changes):
 @torch.no_grad()
 def test_positions_are_not_rounded_to_16_bits(family):
     """Where bfloat16 no longer tells one position from the next."""
-    block, x = tiny(family, n_layer=1).layers[0].branches[0].mixer, torch.randn(1, 700, 32)
+    block = tiny(family, n_layer=1).layers[0].branches[0].mixer
+    x = torch.randn(1, 700, 32)
     late = block(x)[0][:, 400:]
     with torch.autocast("cpu", torch.bfloat16):
         rounded = block(x)[0][:, 400:]
@@ -665,7 +698,8 @@ def test_step_sizes_and_decays_are_not_rounded_to_16_bits(family):
 @pytest.mark.parametrize("step", mixers.STEPS)
 def test_steps_and_their_gradients(step):
     """From |k| of 0 to 1e3, against arithmetic of 50 digits."""
-    b, size = 0.75, torch.tensor([0.0, 1e-6, 1e-3, 0.03, 0.3, 0.9, 1.0, 1.1, 3.0, 10.0, 1e3])
+    b = 0.75
+    size = torch.tensor([0.0, 1e-6, 1e-3, 0.03, 0.3, 0.9, 1.0, 1.1, 3.0, 10.0, 1e3])
     formula = {"explicit": lambda kk: b, "implicit": lambda kk: b / (1 + b * kk),
                "exact": lambda kk: -mpmath.expm1(-b * kk) / kk if kk else b}[step]
     with mpmath.workdps(50):
@@ -681,8 +715,10 @@ def test_steps_and_their_gradients(step):
 @torch.no_grad()
 def test_as_released():
     """Positions are added to RWKV's embedding, and end; RetNet's norms have another eps."""
-    lm, idx = shake(tiny("rwkv_released")), tokens(2, 24)
-    whole, state = lm(idx)[0], in_chunks(lm, idx, [24])[1]
+    lm = shake(tiny("rwkv_released"))
+    idx = tokens(2, 24)
+    whole = lm(idx)[0]
+    state = in_chunks(lm, idx, [24])[1]
     h = lm.embed(idx) + lm.positions.weight[:24]
     for layer in lm.layers:
         h, _, _ = layer(h)
@@ -700,7 +736,8 @@ def test_as_released():
 @torch.no_grad()
 def test_the_backend_of_the_config_reaches_every_operator(family, monkeypatch):
     """Of the mixer, the norms and the convolution; the line that train.py prints says the same of the first."""
-    asked, chosen = {}, choose.choose
+    asked = {}
+    chosen = choose.choose
     monkeypatch.setattr(choose, "choose", lambda op, backend, *a, **how: asked.setdefault(op, set()).add(backend)
                         or chosen(op, "", *a, **how))
     tiny(family, n_layer=1, backend="torch")(tokens(1, 3), tokens(1, 3))
@@ -728,7 +765,8 @@ def test_a_mixer_is_its_forward(monkeypatch):
     monkeypatch.setitem(FAMILIES, "mean", [Mean])
     torch.manual_seed(0)
     lm = LM(config("mean"))
-    drawn, weight = nn.Linear(32, 32).weight.std().item(), lm.layers[1].branches[0].mixer.linear.weight
+    drawn = nn.Linear(32, 32).weight.std().item()
+    weight = lm.layers[1].branches[0].mixer.linear.weight
     assert weight.std().item() == pytest.approx(drawn, rel=0.1), "PyTorch's own initialisation"
     line, = counting.left_out(lm)
     assert all(word in line for word in ("Mean (", "cannot sample", "linear maps"))
@@ -781,7 +819,8 @@ def test_values_passed_between_layers():
                        for how in ("none", "block"))
         assert all(torch.equal(gradient, again[name]) for name, gradient in kept.items())
     test_packed_documents_are_those_read_alone("first_value")
-    lm, idx = tiny("longhorn", pattern="first_value,llama", n_layer=4), tokens(2, 24)
+    lm = tiny("longhorn", pattern="first_value,llama", n_layer=4)
+    idx = tokens(2, 24)
     first, later = (lm.layers[i].branches[0].mixer for i in (0, 2))
     later.share.data.fill_(100.0)
     before = lm(idx)[0]
@@ -886,7 +925,8 @@ def test_the_scale_of_residual_writes_follows_the_branches_of_the_model(monkeypa
 @ENDLESS
 @torch.no_grad()
 def test_greedy_generation_is_the_argmax_of_the_whole(family):
-    lm, idx = tiny(family, block_size=8), tokens(2, 6)
+    lm = tiny(family, block_size=8)
+    idx = tokens(2, 6)
     out = sample.generate(lm, idx, 6, temperature=0)
     assert out.shape == (2, 12) and torch.equal(out[:, :6], idx)
     for t in range(6, 12):  # past block_size too
@@ -944,7 +984,8 @@ def test_impossible_models_are_refused_in_a_line(changes, words, monkeypatch):
 
 
 def test_what_no_sequence_can_be_is_refused_in_a_line():
-    lm, idx = tiny("llama", n_layer=1), tokens(2, 5)
+    lm = tiny("llama", n_layer=1)
+    idx = tokens(2, 5)
     for wrong, words in ((idx[:, :0], r"\(2, 0\)"), (idx[0], r"\(5,\)"), (idx[:0], r"\(0, 5\)"), (idx * 1.0, "float")):
         with pytest.raises(ValueError, match=rf"^idx must be \(B, T\) of int64, both at least 1, got .*{words}.*$"):
             lm(wrong)
@@ -970,7 +1011,8 @@ def test_the_table_is_printed(capsys, monkeypatch):
 def test_packed_documents_are_those_read_alone(family):
     """Logits, and every gradient: with documents of one token, and of none behind a row's last token."""
     lm = tiny(family, n_layer=1, documents="pack", end_of_text=63)
-    idx, y = tokens(3, 30, 63), tokens(3, 30)
+    idx = tokens(3, 30, 63)
+    y = tokens(3, 30)
     for row, at in ((0, [0, 1, 2, 10, 13, 20]), (1, [17, 29])):
         idx[row, at] = 63
     logits, loss = lm(idx, y)
