@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -146,6 +147,7 @@ def test_another_source_flags_cpu_or_compiler_are_another_file(change, source, t
     assert first != second and first.exists()
 
 
+@pytest.mark.usefixtures("fresh")
 def test_a_source_that_does_not_compile_stops_a_run_and_a_machine_that_cannot_does_not(source, tmp_path, monkeypatch):
     """Plain PyTorch would train without the edit."""
     source.write_text("int x = edited;")
@@ -158,20 +160,12 @@ def test_a_source_that_does_not_compile_stops_a_run_and_a_machine_that_cannot_do
             build.build([source], tmp_path)
         assert not isinstance(error.value, build.Broken)
 
-    def library(error):
-        def raises():
-            raise error
-        monkeypatch.setattr(build, "library", raises)
-        choose.unavailable.cache_clear()
-    try:
-        library(build.Broken("c++ could not build a.cu: edited"))
-        with pytest.raises(RuntimeError, match="a.cu: edited: correct that, or use --backend=torch"):
-            choose.choose("longhorn_scan", "", "cpu")
-        assert choose.choose("longhorn_scan", "torch", "cpu") == "torch"
-        library(OSError("no C++ compiler found"))
-        assert choose.choose("longhorn_scan", "", "cpu") == "torch"
-    finally:
-        choose.unavailable.cache_clear()
+    monkeypatch.setattr(build, "library", mock.Mock(side_effect=build.Broken("c++ could not build a.cu: edited")))
+    with pytest.raises(RuntimeError, match="a.cu: edited: correct that, or use --backend=torch"):
+        choose.choose("longhorn_scan", "", "cpu")
+    assert choose.choose("longhorn_scan", "torch", "cpu") == "torch"
+    build.library.side_effect = OSError("no C++ compiler found")
+    assert choose.choose("longhorn_scan", "", "cpu") == "torch"
 
 
 def test_a_source_that_is_edited_while_it_is_compiled_is_not_cached(source, tmp_path, monkeypatch):
