@@ -314,6 +314,7 @@ class Extrapolation(Experiment):
         trains = args.command == "run"
         self.record = record_file(args, self.name.format(**vars(args)) if trains else "extrapolation")
         if trains:
+            args.out = None  # the runs have a folder of their own
             return super().run()
         runs = {Path(folder).resolve().name: folder for folder in args.checkpoint}
         if not runs or len(runs) < len(args.checkpoint):
@@ -321,9 +322,6 @@ class Extrapolation(Experiment):
                               "different names, or with two --out, for one name has one place in a record")
         self.read(runs)
         return 0
-
-    def place(self):
-        return ROOT / "out" / self.name.format(**vars(self.args))
 
     def plan(self):
         return plan(self.args.preset, self.args.families, self.args.seeds, self.args.others)

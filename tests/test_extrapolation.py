@@ -151,7 +151,7 @@ def test_a_preset_is_trained_read_and_reported(corpus, tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(runner, "run_cells", run_cells)
     monkeypatch.setattr(pystdlib, "prepare", lambda out, documents: asked.update(prepared=documents))
-    monkeypatch.setattr(ex, "ROOT", tmp_path)
+    monkeypatch.setattr(runner, "REPO", tmp_path)
     monkeypatch.setitem(ex.PRESETS["laptop"], "lengths", [16, 256])
     assert main(["run", "--preset=laptop", "--chunk=32", f"--out={out}"]) == 1  # some were not trained
     assert asked == {"prepared": "package", "cells": ex.plan("laptop")}

@@ -67,37 +67,6 @@ PRESETS = {
 }
 
 
-def cells_of(args):
-    """[Cell] of the preset as the command line changes it, the rates of a point together. Raises ConfigError for what
-    does not make a run."""
-    import torch
-
-    from experiments.recall import cell
-    from inspection.counting import flops_per_token
-
-    preset = PRESETS[args.preset]
-    first, *_ = preset.lengths.values()
-    points = []
-    for T in args.Ts or preset.lengths:
-        points += product([T], args.widths or preset.widths, args.mixers or preset.lengths.get(T, first))
-    rates = sorted(args.lrs or preset.lrs, reverse=True)
-    cells = []
-    flops = {}  # of a step, by point
-    for point, seed, rate in product(points, args.seeds or preset.seeds, rates):
-        T, width, mixer = point
-        argv = [f"--model={mixer}", f"--block_size={T}", f"--n_embd={width}", f"--learning_rate={rate:g}",
-                f"--seed={seed}", *preset.args, *args.others]
-        config = cell.load(argv)
-        if point not in flops:
-            with torch.device("meta"):
-                flops[point] = flops_per_token(cell.build_model(config, "meta"))["total"] * config.batch_tokens
-        at = {"mixer": mixer, "T": T, "n_embd": width, "learning_rate": config.learning_rate, "seed": seed,
-              "pairs": config.pairs, "steps": config.max_iters, "flops": flops[point] * config.max_iters}
-        name = f"{mixer}_T{T}_d{width}_lr{rate:g}_seed{seed}"
-        cells.append(Cell(name, argv, at, SECONDS_PER_FLOP * at["flops"]))
-    return cells
-
-
 # -------------------------------------------------------------------------------------------------------- command line
 
 @dataclass
@@ -123,7 +92,34 @@ class RecallSweep(Experiment):
     see = "--mixers, --Ts, --widths, --lrs, --seeds, --out"
 
     def plan(self):
-        return cells_of(self.args)
+        """The preset as the command line changes it, the rates of a point together."""
+        import torch
+
+        from experiments.recall import cell
+        from inspection.counting import flops_per_token
+
+        args = self.args
+        preset = PRESETS[args.preset]
+        first, *_ = preset.lengths.values()
+        points = []
+        for T in args.Ts or preset.lengths:
+            points += product([T], args.widths or preset.widths, args.mixers or preset.lengths.get(T, first))
+        rates = sorted(args.lrs or preset.lrs, reverse=True)
+        cells = []
+        flops = {}  # of a step, by point
+        for point, seed, rate in product(points, args.seeds or preset.seeds, rates):
+            T, width, mixer = point
+            argv = [f"--model={mixer}", f"--block_size={T}", f"--n_embd={width}", f"--learning_rate={rate:g}",
+                    f"--seed={seed}", *preset.args, *args.others]
+            config = cell.load(argv)
+            if point not in flops:
+                with torch.device("meta"):
+                    flops[point] = flops_per_token(cell.build_model(config, "meta"))["total"] * config.batch_tokens
+            at = {"mixer": mixer, "T": T, "n_embd": width, "learning_rate": config.learning_rate, "seed": seed,
+                  "pairs": config.pairs, "steps": config.max_iters, "flops": flops[point] * config.max_iters}
+            name = f"{mixer}_T{T}_d{width}_lr{rate:g}_seed{seed}"
+            cells.append(Cell(name, argv, at, SECONDS_PER_FLOP * at["flops"]))
+        return cells
 
     def about(self):
         return {"preset": self.args.preset}

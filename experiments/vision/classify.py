@@ -334,8 +334,7 @@ def build_model(config, device):
 
 def main(config):
     check(config)
-    name = Path(config.config_files[-1]).stem if config.config_files else f"{config.model}_{config.directions}"
-    config.out_dir = config.out_dir or f"out/{name}"
+    config.out_dir = config.out_dir or f"out/{train.run_name(config)}"
     device = distributed.open_device(config)
     config.dtype = str(distributed.pick_dtype(config.dtype, device)).removeprefix("torch.")
     data = ImageData(config, device)
@@ -352,6 +351,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-    from runtime.distributed import launch
-
-    sys.exit(launch("classify.py", lambda argv: main(configurator.load(VisionConfig, argv))))
+    sys.exit(distributed.launch("classify.py", lambda argv: main(configurator.load(VisionConfig, argv))))
