@@ -600,8 +600,8 @@ def test_a_law_and_what_follows_it(tmp_path, pretend):
     assert begins.pop("longhorn_130K_28672steps_lr0.006_seed1001") == 13107 and set(begins.values()) == {0}
 
 
-def test_a_family_of_which_nothing_ended_is_left_out(tmp_path, pretend):
-    pretend(lambda at: None if at["model"] == "gla" else 1.0 + abs(at["learning_rate"] - 2e-3))
+def test_rates_that_diverge_lose_and_a_family_of_which_nothing_ended_is_left_out(tmp_path, pretend):
+    pretend(lambda at: None if at["model"] == "gla" or at["learning_rate"] > 5e-3 else 1 + at["learning_rate"])
     assert sweep.main(["duel", "longhorn", "gla", "--seeds=1", f"--out={tmp_path}"]) == 0
     assert families_reported(tmp_path) == {"longhorn"}
 
