@@ -246,9 +246,8 @@ class Side:
         elif self is self.head and seed <= CURVE_PAIRS:
             argv.append(f"--keep_steps={decay_begins(steps // 4)},{decay_begins(steps // 2)}")
         at = {"stage": "edit", "version": self.key, "against": self.head.key, "steps": steps, "seed": seed}
-        if part > 1:
-            return runner.Cell(f"{whole}_1of{part}", argv, at, after=whole, root=self.root)
-        return runner.Cell(whole, argv, at, root=self.root)
+        name, after = (f"{whole}_1of{part}", whole) if part > 1 else (whole, "")
+        return runner.Cell(name, argv, at, after=after, root=self.root)
 
     def row(self, seed, part=1):
         return self.rows[self.cell(seed, part).name]
