@@ -269,12 +269,14 @@ def ran(tmp_path_factory):
 
 
 def test_the_records_of_a_run(ran):
-    *_, out = ran
+    line, _, out = ran
     result, config, log = record(out), record(out, "config"), read_log(out, "eval")
     assert [e["step"] for e in log] == [5, 10, 15, 20, 24]
     assert [e["lr"] for e in read_log(out, "train")] == [0.005] * 2  # steps 20 and 24, of the second epoch
     assert result["tokens"] == 24 * 50 * 16 and not result["reached"]
     assert config["config"]["max_iters"] == result["steps"] == 24 and config["derived"]["steps_per_epoch"] == 12
+    (planned,) = mqar.RecallSweep(line).plan()
+    assert planned.at["flops"] == result["flops"]
     assert result["state_size"] == 2 * 16 + 73 * 17 and [b["pairs"] for b in result["by_pairs"]] == [2, 4]
     right = sum(b["queries"] * b["accuracy"] for b in result["by_distance"])
     assert right == pytest.approx(100 * result["accuracy"]) and log[-1]["accuracy"] == result["accuracy"]
@@ -326,8 +328,8 @@ def test_accuracy_is_that_of_answers_one_example_at_a_time():
         assert right[n].tolist() == (chances.argmax(-1) == labels).tolist()
         nats += (-chances[range(3), labels]).tolist()
     assert loss == pytest.approx(np.mean(nats), rel=1e-5)
-    rows = {b["from"]: b["accuracy"] for b in cell.by_distance(right, data.test.distances())}
-    assert rows[4] == right[(data.test.distances() >= 4) & (data.test.distances() < 8)].mean()
+    rows = {(b["from"], b["to"]): b["accuracy"] for b in cell.by_distance(right, data.test.distances())}
+    assert rows[4, 8] == right[(data.test.distances() >= 4) & (data.test.distances() < 8)].mean()
     fresh = generate(config.task(4), 60, config.seed, "pairs")  # in neither of the sets
     row = next(row for row in evaluate.by_pairs(model, 60) if row["pairs"] == 4)
     assert row == {"pairs": 4, "queries": 240, "accuracy": evaluate.answers(model, fresh)[0].mean()}
