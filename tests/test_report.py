@@ -708,14 +708,17 @@ def test_the_page_of_a_law(law_page):
     E, A, alpha, B, beta = LAWS["longhorn"]
     left = law("llama", 460_000, 2**19) - E - A / 460_000**alpha
     assert ratio == pytest.approx((B / left) ** (1 / beta) / 2**19, rel=0.04) and low < high < 1
+    assert "for the loss of LLaMA 1.5M after 1.05M tokens; " in sentences[1]
     assert "Of 3 predicted losses of larger sizes 2 were measured, and 1 lie in" in sentences[2]
+    off, off_by_power = (1 + float(percent) / 100 for percent in re.findall(r"by ([\d.]+)%", sentences[2]))
+    assert off_by_power == pytest.approx(off / 0.95, abs=2e-4)
     assert "2 are needed: not decided yet" in sentences[2] and "1 predicted losses of runs continued" in sentences[3]
     text = re.sub(" +", " ", text)
-    assert "llama a | 3 of 4 (0.0500)" in text
+    assert "llama a | 3 of 4 (0.0500)" in text and text.count("| 2.0% |") == 4
     assert "| from 0.25 MB | from 0.125 MB | from 0.25 MB, N with the embedding |" in text
     assert "its run began before" in text and "GLA: 460K not complete" in text and "3.5M not" not in text
     lines = (law_page / "points.csv").read_text().splitlines()
-    assert lines[0].startswith("# schema 1, a line per run, by commit ") and "nats per token" in lines[0]
+    assert re.match("# schema 1, a line per run, by commit .*nats per token", lines[0])
     assert len(lines) == 2 + 3 * 3 * (3 + 10) + 3 + 3  # three cosines, three that were predicted
 
 
