@@ -458,7 +458,7 @@ def test_adopt_nanogpts_files(tmp_path):
 
 @pytest.mark.parametrize("vocab_size, given", [(128_256, None), (65, "uint32")])  # ours would be uint16
 def test_adopted_tokens_are_those_of_the_files(tmp_path, vocab_size, given):
-    train = [3, vocab_size - 1]
+    train = [3] * 3000 + [vocab_size - 1]
     tokens = adopt(nanogpt(tmp_path / "set", train, np.uint32), vocab_size, given)
     assert tokens.train.tolist() == train and tokens.meta["splits"]["train"]["max_token"] == vocab_size - 1
 
@@ -466,12 +466,17 @@ def test_adopted_tokens_are_those_of_the_files(tmp_path, vocab_size, given):
 def test_adopt_nanogpts_characters(tmp_path):
     """meta.pkl is read, without running what it names; files of numpy.save are copied."""
     folder = nanogpt(tmp_path / "play", [1, 2, 0])
-    table = {"stoi": {"\n": 0, "b": 1, "é": 2}, "itos": {0: "\n", 1: "b", 2: "é"}, "vocab_size": 3}
-    (folder / "meta.pkl").write_bytes(pickle.dumps(table))
-    np.save(folder / "val.npy", np.array([2, 1, 2, 0]))
+    for first in 1, 0:
+        rows = {"\n": first, "é": first + 1, "b": first + 2}
+        (folder / "meta.pkl").write_bytes(pickle.dumps({"stoi": rows, "vocab_size": 3}))
+        if first:
+            rejected(lambda: adopt(folder), "stoi does not number characters from 0")
+    np.save(folder / "val.npy", [[2, 1, 2, 0]])
+    rejected(lambda: adopt(folder), "val.npy is not a row of integers (it has shape (1, 4)")
+    np.save(folder / "val.npy", [2, 1, 2, 0])
     rejected(lambda: Tokens(folder), "not prepared", f"python data/adopt.py {folder}")
     tokens = adopt(folder, tokenizer="chars")
-    assert (tokens.meta["tokenizer"], tokens.meta["table"], tokens.vocab_size) == ("char", "\nbé", 3)
+    assert (tokens.meta["tokenizer"], tokens.meta["table"], tokens.vocab_size) == ("char", "\néb", 3)
     assert tokens.train.tolist() == [1, 2, 0] and tokens.val.tolist() == [2, 1, 2, 0]
 
 
