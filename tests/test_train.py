@@ -502,7 +502,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole, ran, out, act, words):
 
 @pytest.mark.parametrize("changes, stop", [({"schedule": "constant"}, 12), ({"schedule": "wsd", "decay_iters": 4}, 7),
                                            ({"schedule": "constant", "warmup_iters": -1, "max_iters": 80}, 1)], ids=str)
-def test_a_run_goes_on_longer(ran, out, tmp_path, changes, stop):
+def test_a_run_goes_on_longer(data, ran, out, tmp_path, changes, stop):
     """Or ends earlier: bit for bit the run that was planned so from the start, with the same warmup."""
     plan = {"warmup_iters": 2, "eval_tokens": 64, **changes}
     longer = {**plan, "max_iters": stop + 4, "resume": "auto"}
@@ -515,10 +515,12 @@ def test_a_run_goes_on_longer(ran, out, tmp_path, changes, stop):
     ran(out, **longer)  # the same line again
     assert_same_training(out, tmp_path / "whole")
     assert record(out)["val_loss"] == record(tmp_path / "whole")["val_loss"] and record(out)["steps"] == stop + 4
+    refuse(arguments(data, out, **{**longer, "max_iters": stop}), f"max_iters {stop + 4} -> {stop}")
 
 
 def test_a_branch_is_the_run_from_scratch(trunk, ran, tmp_path):
-    """Bit for bit, weights and log; one that is stopped on its way and ends after its trunk, too."""
+    """Bit for bit, weights and log; one that is stopped on its way and ends after its trunk, too. One that is stopped
+    within its first step has saved where it began. An earlier run in the branch's folder stays whole."""
     kept = ["best", "checkpoint-10", "checkpoint-4", "checkpoint-8", "checkpoint"]
     assert sorted(p.stem for p in trunk.glob("*.safetensors")) == sorted(kept)
     for step, end in ((4, 5), (10, 16)):
@@ -529,6 +531,11 @@ def test_a_branch_is_the_run_from_scratch(trunk, ran, tmp_path):
             assert f"branching from {trunk}/checkpoint-10.safetensors at step 10" in go_on(LM=stops_at(2)).out
         go_on()
         assert_same_run(out, scratch)
+    ran(tmp_path / "stopped", **PLAN, max_iters=16, branch=f"{trunk}@10", micro_batch_size=4, LM=stops_at(1))
+    assert saved(tmp_path / "stopped")[1]["step"] == 10
+    (out / "checkpoint-99.safetensors").touch()
+    ran(out, **PLAN, branch=f"{trunk}@12")
+    assert (out / "earlier-1/checkpoint-99.safetensors").exists()
 
 
 def test_steps_that_were_kept_stay_though_they_are_not_named_again(ran, out):
