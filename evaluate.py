@@ -123,9 +123,9 @@ def write(path, record):
         pass
     try:
         write_json(path, record)
-        print(f"wrote {path}")
     except OSError as error:
-        print(f"cannot write {path} ({error.strerror})", file=sys.stderr)
+        raise ConfigError(f"cannot write {path} ({error.strerror}): the results stand above") from None
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

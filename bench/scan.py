@@ -5,9 +5,9 @@
     python bench/scan.py --device=cuda --save                    # the paper's 24 shapes, results/scan_cuda.json
     python bench/scan.py --device=cuda --T=2048 --D=1024 --N=32  # your own shape
 
-First every result and gradient is compared with the loop in float64 on the same device, at the shape that is timed, on
-a GPU the paper's, and with keys of 1000 and logits of +-1000. Wrong kernels are not timed; mamba-ssm's, if installed,
-are compared in the same way. Then, for each shape, all contenders take turns, round after round: the
+First every result and gradient is compared with the loop in float64 on the same device. The shapes are that which is
+timed, on a GPU the paper's, and one with keys of 1000 and logits of +-1000. Wrong kernels are not timed; mamba-ssm's,
+if installed, are compared in the same way. Then, for each shape, all contenders take turns, round after round: the
 forward without autograd, then forward and backward with it.
 
 The times of scans come with a share of the copy bandwidth, measured on the same device: the bytes that a scan must move

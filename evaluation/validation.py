@@ -25,9 +25,9 @@ class Evaluate:
         self.final_windows = eval_windows(len(data.tokens.val), block_size, config.final_eval_tokens)
 
     def __call__(self, model, final=False):
-        """{"val_loss": nats per token, "val_tokens", "val_bits_per_byte": where the data know their bytes}; the final
-        evaluation adds loss and tokens of each document (a window belongs to the document it begins in), and
-        "compare_loss", the loss over the windows of the other evaluations, if the final windows differ from them."""
+        """{"val_loss": nats per token, "val_tokens", "val_bits_per_byte": where the data know their bytes}. The final
+        evaluation adds loss and tokens of each document; a window belongs to the document it begins in. If the final
+        windows are others, "compare_loss" is the loss over those of the other evaluations."""
         parts = by_document(self.final_windows, self.data) if final else [self.windows]
         loss, losses, tokens = self.loss(model, parts)
         metrics = {"val_loss": loss, "val_tokens": sum(tokens)}

@@ -90,8 +90,8 @@ def misses(simulations, rng=0, times=1.0, **design):
 
 
 def grown(simulations, until):
-    """Share of duels of equals that end with an interval without 0, if seeds are added up to the last of LOOKS, until
-    the interval is "narrow" (half of it at most .007 nats), or until it "decides" (has no 0)."""
+    """Share of duels of equals that end with an interval without 0. Seeds are added up to the last of LOOKS, until the
+    interval is "narrow" (half of it at most .007 nats), or until it "decides" (has no 0)."""
     rng = np.random.default_rng(0)
     missed = 0
     for _ in range(simulations):

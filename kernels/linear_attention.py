@@ -453,9 +453,8 @@ def _gated_retention(q, k, v, log_decay, state):
 
 def _of_documents(v, state):
     """Masks for each chunk of v (B, T, H, .), as factors for (B H, n, .) tensors. They are 1 where two tokens share a
-    document (B H, n, n), where a token shares it with the token before the chunk (B H, n, 1), where it shares it with
-    the chunk's last token (B H, n, 1), and if the whole chunk continues one document (B H, 1, 1). None if documents are
-    not packed."""
+    document (B H, n, n); where a token shares it with the token before the chunk (B H, n, 1), or with the chunk's last
+    (B H, n, 1); and if the whole chunk continues one document (B H, 1, 1). None if documents are not packed."""
     packed = ops.documents_of(v) if state is None else None
     if packed is None:
         return itertools.repeat((None,) * 4)

@@ -13,7 +13,7 @@ is exact: the brackets are multiplied out, one term for each set of steps, and a
 number of the state. Four steps have 16 sets, the inner dimension of one instruction of a tensor core. No term is
 negative, so that operands may be rounded to TF32. (1 - e k^2 as it stands gives terms of both signs: where a slot is
 overwritten at each step they cancel, and in TF32 lose ten times as much.) The state is multiplied by 1 less what is
-lost, the sum over steps t of w_t u_t times the product before t: so a memory that hardly fades does so at the right
+lost: the sum over steps t of w_t u_t times the product before t. So a memory that hardly fades does so at the right
 rate. g is free: the result does not depend on it.
 
 A table has a row for each channel or state and a column for each set. `grow` adds a step to it: columns 2 c and 2 c + 1
