@@ -56,7 +56,9 @@ struct ScanArgs {
     const void *dy;                                   // (B, T, D)
     int64_t dy_b, dy_t;
     const float *dhT;                                 // (B, D, N)
-    void *dx, *ddt, *dz;                              // (B, T, D), as y
+    void *dx, *ddt;                                   // (B, T, D), as y
+    void *dz;                                         // (B, T, D), as y, with dz_t: half of a wider row
+    int64_t dz_t;
     float *dk, *dq;                                   // (splits, B, T, N), the caller sums over splits
     float *dA, *dskip, *dbias;                        // (B, D, N), (B, D), (B, D), the caller sums over rows
     float *dh0;                                       // (B, D, N)
@@ -773,8 +775,9 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
         }
         #pragma unroll 1
         for (int sub = SUBS - 1; sub >= 0; sub--) {
-            // in dx, ddt and dz
-            const int64_t out_at = ((at.row.start + t0 + sub * SUB) * a.out_t + c) * (int64_t)sizeof(E);
+            const int64_t first = at.row.start + t0 + sub * SUB;
+            const int64_t out_at = (first * a.out_t + c) * (int64_t)sizeof(E);          // in dx and ddt
+            E *const dz = (E *)a.dz + first * a.dz_t + c;
             float kept[SUB][C * P], dkk[SUB];
             Step<float> steps[SUB][C];
             Ahead<E> xs[SUB], dts[SUB], zs[SUB], dys[SUB];
@@ -826,7 +829,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
                 }
                 if (gate) {
                     const float out = sum_states<L>(sum) + skip * steps[i][0].x;
-                    write<(L > C)>(in && at.owner, step_at((E *)((char *)a.dz + out_at), i, out_t),
+                    write<(L > C)>(in && at.owner, step_at(dz, i, (int)(a.dz_t * sizeof(E))),
                                    dyt * out * sig * (1.0f + zt * (1.0f - sig)));
                 }
                 channel_sums(dq, at.lane);
@@ -1108,7 +1111,7 @@ template <class E> static void load_keys(const ScanArgs &a, const Row &row, int6
 // is first copied into padded rows, and its results are copied out afterwards.
 template <class E> struct Tile {
     const E *x, *dt, *z, *dy;
-    int64_t x_t, dt_t, z_t, dy_t, out_t;
+    int64_t x_t, dt_t, z_t, dy_t, out_t, dz_t;
     E *y, *dx, *ddt, *dz;
     vec bias, skip;
 
@@ -1122,7 +1125,7 @@ template <class E> struct Tile {
         prefetch(dy + t * dy_t + LANES);
         prefetch(dx + t * out_t + LANES);
         prefetch(ddt + t * out_t + LANES);
-        if (z) prefetch(dz + t * out_t + LANES);
+        if (z) prefetch(dz + t * dz_t + LANES);
     }
 };
 
@@ -1140,11 +1143,11 @@ template <class E> static Tile<E> tile_of(const ScanArgs &a, const Row &row, int
     auto rows = [&](const void *p, int64_t s_b, int64_t s_t) {
         return p ? (const E *)p + offset(row, s_b, s_t) + t0 * s_t + c : nullptr;
     };
-    auto out = [&](void *p) { return p ? (E *)p + (row.start + t0) * a.out_t + c : nullptr; };
+    auto out = [&](void *p, int64_t s_t) { return p ? (E *)p + (row.start + t0) * s_t + c : nullptr; };
     Tile<E> tile = {rows(a.x, a.x_b, a.x_t), rows(a.dt, a.dt_b, a.dt_t), rows(a.z, a.z_b, a.z_t),
                     rows(a.dy, a.dy_b, a.dy_t),
-                    a.x_t, a.dt_t, a.z_t, a.dy_t, a.out_t,
-                    out(a.y), out(a.dx), out(a.ddt), out(a.dz),
+                    a.x_t, a.dt_t, a.z_t, a.dy_t, a.out_t, a.dz_t,
+                    out(a.y, a.out_t), out(a.dx, a.out_t), out(a.ddt, a.out_t), out(a.dz, a.dz_t),
                     a.bias ? load(a.bias + c, n) : vec{}, a.skip ? load(a.skip + c, n) : vec{}};
     if (n == LANES) return tile;
     tile.x = stage(tile.x, tile.x_t, steps, n, room);
@@ -1153,7 +1156,7 @@ template <class E> static Tile<E> tile_of(const ScanArgs &a, const Row &row, int
     tile.dy = stage(tile.dy, tile.dy_t, steps, n, room);
     for (E **p : {&tile.y, &tile.dx, &tile.ddt, &tile.dz})
         if (*p) { *p = room; room += CHUNK * LANES; }
-    tile.x_t = tile.dt_t = tile.z_t = tile.dy_t = tile.out_t = LANES;
+    tile.x_t = tile.dt_t = tile.z_t = tile.dy_t = tile.out_t = tile.dz_t = LANES;
     return tile;
 }
 
@@ -1162,9 +1165,10 @@ template <class E> static void unstage(const ScanArgs &a, const Tile<E> &tile, c
     if (n == LANES) return;
     const E *from[] = {tile.y, tile.dx, tile.ddt, tile.dz};
     void *to[] = {a.y, a.dx, a.ddt, a.dz};
+    const int64_t strides[] = {a.out_t, a.out_t, a.out_t, a.dz_t};
     for (int i = 0; i < 4; i++)
         for (int t = 0; to[i] && t < steps; t++)
-            memcpy((E *)to[i] + (row.start + t0 + t) * a.out_t + c, from[i] + t * LANES, n * sizeof(E));
+            memcpy((E *)to[i] + (row.start + t0 + t) * strides[i] + c, from[i] + t * LANES, n * sizeof(E));
 }
 
 // (B, D, N) in memory <-> N vectors of channels
@@ -1284,7 +1288,7 @@ template <class U, class E, int NC> static void backward_chunk(const Tile<E> &in
                 dq[j] += gated * S;
                 y[j & 1] += S * q[j];
             }
-            if (in.z) store(in.dz + t * in.out_t, dy * (y[0] + y[1]) * sig * (1.0f + z * (1.0f - sig)));
+            if (in.z) store(in.dz + t * in.dz_t, dy * (y[0] + y[1]) * sig * (1.0f + z * (1.0f - sig)));
             kept.steps[t] = s; kept.dy[t] = gated;
         }
     }

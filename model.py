@@ -52,7 +52,16 @@ from initialisation import (
 from kernels import choose
 from kernels.cache import append_to_cache
 from kernels.linear_attention import gated_linear_attention
-from kernels.ops import attention, causal_conv1d, conv_state, cross_entropy, documents, linear_cross_entropy, rms_norm
+from kernels.ops import (
+    attention,
+    causal_conv1d,
+    conv_state,
+    cross_entropy,
+    documents,
+    halves,
+    linear_cross_entropy,
+    rms_norm,
+)
 from kernels.scan import longhorn_scan, selective_scan
 
 
@@ -158,7 +167,7 @@ class ScanBlock(nn.Module):
 
     def forward(self, u, state=None):
         x_before, h0 = (None, None) if state is None else state
-        x, z = self.in_proj(u).chunk(2, -1)  # (B, T, d_inner) each, views
+        x, z = halves(self.in_proj(u))  # (B, T, d_inner) each, views
         y, hT = self.mix(x, z, x_before, h0)  # (B, T, d_inner), (B, d_inner, N)
         y = self.out_proj(y)
         return y, None if state is None else (conv_state(x, x_before, self.W), hT)

@@ -94,7 +94,7 @@ class Kernels:
     in OUT; tensors without T, or (.., B, T, N), stay in the order in which the kernels run.
     """
 
-    OUT = ("y", "dx", "ddt", "dz")  # (B, T, D) contiguous
+    OUT = ("y", "dx", "ddt", "dz")  # (B, T, D), contiguous or halves of what is
     reversed = False
 
     def __init__(self, args_class, x, update=None, rows=None, gated=False, backward=False, **sizes):
@@ -111,7 +111,9 @@ class Kernels:
         """
         args, size = self.args, self.dtype.itemsize
         sign = -1 if self.reversed else 1
-        args.out_t = sign * args.D
+        for name in self.OUT:
+            if buffers.get(name) is not None:
+                setattr(args, "dz_t" if name == "dz" else "out_t", sign * buffers[name].stride(1))
         tensors = {n: cast(a, self.dtype) for n, a in rows.items() if a is not None}
         for name, a in tensors.items():
             b, t, d = a.stride()

@@ -15,6 +15,7 @@ too: checks, documents, loops in pieces.
 
 import contextlib
 import functools
+import inspect
 
 import torch
 import torch.nn.functional as F
@@ -130,20 +131,20 @@ def by_document(f, tensors, packed):
     return torch.cat(ys, 1).unflatten(1, packed.starts.shape)[0]
 
 
-def differentiable(name, forward, backward, fake, tensors, results=1):
+def differentiable(name, forward, backward, fake, tensors, results=1, half=None):
     """Register `forward` as the custom op longhorn::name, differentiable once, through `backward`.
 
     tensors: the first so many arguments of forward have gradients; absent ones are None. results: the first so many
     results have gradients; the others, or None, are kept for the backward. backward(*gradients of results, *forward's
-    arguments, *kept) returns a gradient shaped like each of the tensors, None for absent ones. fake: forward for shapes
-    only.
+    arguments, *kept) returns a gradient shaped like each of the tensors, None for absent ones. half: the index of a
+    tensor that may be one of `halves`; backward has a last argument, `into`: None, or the memory for that gradient,
+    which is then not returned. fake: forward for shapes only.
 
     Returns the function to call. In plain eager mode it calls both bodies from an autograd.Function: the dispatcher
     makes a call take about half as long again. A compiled graph holds name_forward and name_backward, which have no
     gradients of their own: torch.library would ask in Python in each call whether they are wanted.
     """
-    like = lambda a: None if a is None else torch.empty_like(a, memory_format=torch.contiguous_format)
-    fake_backward = lambda *args: tensors_only(args[0], tuple(map(like, args[results:results + tensors])))
+    fake_backward = lambda *args: fake_gradients(args[results:results + tensors], half, args[0], args[-1])
     run_forward = body_or_op(f"longhorn::{name}_forward", forward, fake)
     run_backward = body_or_op(f"longhorn::{name}_backward", backward, fake_backward)
 
@@ -177,8 +178,11 @@ def differentiable(name, forward, backward, fake, tensors, results=1):
             inputs = [a if other is None else other for a, other in zip(saved, ctx.others, strict=False)]
             dy = torch.zeros_like(inputs[0]) if grads[0] is None else grads[0]
             run = Gradient.apply if torch.is_grad_enabled() else run_backward
-            gradients = run(dy, *grads[1:results], *inputs, *saved[n:])
+            into = memory_of(inputs, half)
+            gradients = run(dy, *grads[1:results], *inputs, *saved[n:], *into)
             gradients = [None if a is None else g for a, g in zip(inputs, gradients, strict=False)]
+            if into and into[0] is not None:
+                gradients[half] = into[0]
             return *gradients, *[None] * (n - tensors)
 
     apply = torch_private.fast_apply(Operator)
@@ -192,9 +196,24 @@ def differentiable(name, forward, backward, fake, tensors, results=1):
     return run
 
 
+def memory_of(tensors, half):
+    """The last argument of a backward, see `differentiable`, or none."""
+    return () if half is None else (half_of_gradient(tensors[half]),)
+
+
+def fake_gradients(tensors, half, dy, into):
+    like = lambda a: None if a is None else torch.empty_like(a, memory_format=torch.contiguous_format)
+    gradients = [like(a) for a in tensors]
+    if half is not None and into is not None:
+        gradients[half] = None
+    return tensors_only(dy, tuple(gradients))
+
+
 def custom_op(qualname, body, run, key="default"):
-    """Register `run` as the custom op `qualname`, with the signature of `body`; returns the op."""
-    schema = torch.library.infer_schema(body, mutates_args=())
+    """Register `run` as the custom op `qualname`, with the signature of `body`, which may write to `into`; returns the
+    op."""
+    writes = inspect.signature(body).parameters.keys() & {"into"}
+    schema = torch.library.infer_schema(body, mutates_args=writes)
     torch.library.define(qualname, schema, tags=torch.Tag.pt2_compliant_tag)
     torch.library.impl(qualname, key, run)
     namespace, name = qualname.split("::")
@@ -218,6 +237,47 @@ def tensors_only(like, tensors):
     """Replace None by an empty tensor: a custom op can only return tensors."""
     empty = lambda a: torch.empty(0, device=like.device) if a is None else a
     return tensors if isinstance(tensors, Tensor) else tuple(map(empty, tensors))
+
+
+# -------------------------------------------------------------------------------------- two halves, and their gradients
+
+def halves(both: Tensor) -> tuple[Tensor, Tensor]:
+    """both.chunk(2, -1), without a copy in the backward where both gradients come from operators that are given the
+    halves themselves: they write to one buffer, which becomes the gradient of `both`."""
+    if not torch.is_grad_enabled() or torch_private.transformed():
+        return both.chunk(2, -1)
+    return (_Halves.apply if is_plain(both) else _halves_op)(both)
+
+
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, both):
+        ctx.size, ctx.halves_buffer = both.shape, None
+        return both.chunk(2, -1)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        buffer, ctx.halves_buffer = ctx.halves_buffer, None
+        if buffer is not None and list(map(id, grads)) == list(map(id, buffer[1])):
+            return buffer[0]
+        return torch.cat(grads, -1)
+
+
+_halves_op = custom_op("longhorn::halves", halves, _Halves.apply, "CompositeImplicitAutograd")
+
+
+def half_of_gradient(a):
+    """The memory for the gradient of `a`, a tensor or None, if it is one of `halves`: its half of a buffer, which is
+    handed out once, so that nobody else writes there. None if the caller has to make it."""
+    node = getattr(a, "grad_fn", None)
+    # kernels compute float16 on a CPU in float32
+    if torch.is_grad_enabled() or not hasattr(node, "halves_buffer") or (a.dtype, a.is_cpu) == (torch.float16, True):
+        return None
+    if node.halves_buffer is None:
+        whole = a.new_empty(node.size)
+        parts = whole.chunk(2, -1)
+        node.halves_buffer = whole, parts, dict(enumerate(parts))
+    return node.halves_buffer[2].pop(a.output_nr, None)
 
 
 def flip(a, reverse, *dims):
@@ -330,21 +390,22 @@ def _conv_fake(x, weight, bias, state, silu, reverse):
 
 
 def _conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
-                   silu: bool, reverse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias, dstate); dbias and dstate are None without a bias or state."""
+                   silu: bool, reverse: bool, into: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias, dstate); dbias and dstate are None without a bias or state, dx where it goes to `into`."""
     (B, T, D), W = x.shape, weight.shape[1]
     kernels = launch.Kernels(build.ConvArgs, x, W=W, silu=int(silu))
     kernels.reversed, rows, state = reverse, B * kernels.segments, flip(state, reverse, 0)
-    dx, dweight = launch.empty(x, B, T, D, dtype=kernels.dtype), launch.empty(x, rows, W, D)
+    dx = launch.empty(x, B, T, D, dtype=kernels.dtype) if into is None else into
+    dweight = launch.empty(x, rows, W, D)
     dbias = launch.empty(x, rows, D) if bias is not None else None
     dstate = torch.zeros(state.shape, device=x.device) if state is not None else None  # zeros: T may be 0
     kernels("causal_conv_backward", {"x": x, "dy": dy}, {"weight": weight, "bias": bias, "state": state},
             dx=dx, dweight=dweight, dbias=dbias, dstate=dstate)
     dweight, dbias = launch.sums([dweight, dbias], [torch.float32] * 2, columns=W)
-    return dx.to(x.dtype), dweight, dbias, flip(dstate, reverse, 0)
+    return dx.to(x.dtype) if into is None else None, dweight, dbias, flip(dstate, reverse, 0)
 
 
-_conv_op = differentiable("causal_conv1d", _conv, _conv_backward, _conv_fake, tensors=4)
+_conv_op = differentiable("causal_conv1d", _conv, _conv_backward, _conv_fake, tensors=4, half=0)
 
 
 # ------------------------------------------------------------------------------------------------------------ RMSNorm

@@ -282,8 +282,9 @@ T9 = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 
 def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None,
                    D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, h0: Tensor | None,
-                   cu_seqlens: Tensor | None, update: str, save: bool, reverse: bool, chunks: Tensor) -> T9:
-    """(dx, ddt, dk, dq, dA, dD, dz, ddt_bias, dh0); None for absent arguments."""
+                   cu_seqlens: Tensor | None, update: str, save: bool, reverse: bool, chunks: Tensor,
+                   into: Tensor | None) -> T9:
+    """(dx, ddt, dk, dq, dA, dD, dz, ddt_bias, dh0); None for absent arguments; dz where it goes to `into`."""
     if chunks is None or not chunks.numel():
         raise RuntimeError("scan: cannot differentiate: the forward kept no states (save=False)")
     B, T, d = x.shape
@@ -292,7 +293,8 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
     rows, _ = _sizes(x, k, cu_seqlens)
     S = kernels.segments
     like = lambda a, *shape: None if a is None else launch.empty(x, *shape)
-    dx, ddt, dz = (None if a is None else launch.empty(x, B, T, d, dtype=kernels.dtype) for a in (x, dt, z))
+    rows_like = lambda a: None if a is None else launch.empty(x, B, T, d, dtype=kernels.dtype)
+    dx, ddt, dz = rows_like(x), rows_like(dt), rows_like(z) if into is None else into
     dk, dq = (launch.empty(x, kernels.args.splits, B, T, N) for _ in range(2))
     dD = like(D, rows * S, d)
     dbias = like(dt_bias, rows * S, d)
@@ -312,8 +314,8 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
     dk = ops.flip(dk, reverse, 0, 1)
     dq = ops.flip(dq, reverse, 0, 1)
     dh0 = ops.flip(dh0, reverse, 0)
-    dx, ddt, dz = (launch.cast(g, x.dtype) for g in (dx, ddt, dz))
+    dx, ddt, dz = (launch.cast(g, x.dtype) for g in (dx, ddt, dz if into is None else None))
     return dx, ddt, dk, dq, dA, dD, dz, dbias, dh0
 
 
-_scan_op = ops.differentiable("scan", _scan, _scan_backward, _scan_fake, tensors=9, results=2)
+_scan_op = ops.differentiable("scan", _scan, _scan_backward, _scan_fake, tensors=9, results=2, half=6)

@@ -410,6 +410,14 @@ def what_autograd_keeps():
         yield kept
 
 
+def in_halves(run, name):
+    """run, with this argument as one of two `halves`, the gate as the second: in their gradients it has every other
+    piece of memory."""
+    def run_half(**a):
+        return run(**a | {name: ops.halves(torch.cat([a[name], a[name]], -1))[name == "z"]})
+    return run_half
+
+
 def views(v):
     """The same numbers laid out otherwise."""
     n = v.shape[-1]

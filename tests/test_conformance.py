@@ -27,6 +27,7 @@ from operators import (
     double,
     generator,
     graded,
+    in_halves,
     timed,
     views,
     what_autograd_keeps,
@@ -253,9 +254,11 @@ def test_compiles_as_one_graph(name):
 # ---------------------------------------------------------------------------------------------------------- the kernels
 
 @OF_KERNELS
-@pytest.mark.parametrize("dtype", (F32, BF16))
+@pytest.mark.parametrize("dtype", (F32, BF16, F16))
 def test_views_equal_contiguous_to_the_bit(name, dtype):
     """Arguments, and gradients that arrive: y.sum() hands the backward an expanded one of stride 0."""
+    if name == "rms_norm" and dtype == F16:
+        pytest.skip("PyTorch's")
     row = OPERATORS[name]
     a = cast(row, row.draw(35, D=17), dtype)
     for how in ({}, {"reverse": True})[:2 if name != "rms_norm" else 1]:
@@ -265,6 +268,7 @@ def test_views_equal_contiguous_to_the_bit(name, dtype):
             for i, view in enumerate(views(a[n])):
                 assert torch.equal(view, a[n]) and not view.is_contiguous()
                 assert equal(graded(run, {**a, n: view}), want), (n, i)
+            assert equal(graded(in_halves(run, n), a), want), n
     y = run(**{n: v.requires_grad_() for n, v in a.items()})["y"]
     for dy in (want["y"], torch.ones((), dtype=dtype).expand(y.shape)):
         whole, *others = (torch.autograd.grad(y, list(a.values()), view, retain_graph=True)
@@ -293,7 +297,7 @@ def test_torch_func_and_forward_mode_are_right(name):
     row = OPERATORS[name]
     a = cast(row, row.draw(5, D=5), F32)
     tangents = {n: torch.randn(v.shape, generator=generator(7)) for n, v in a.items()}
-    run, true = (lambda a, f=f, **how: f(**a, **how) for f in (row.run, row.true))
+    run, true = (lambda a, f=f, **how: f(**a, **how) for f in (in_halves(row.run, "x"), row.true))
     close = lambda got, want: all(distance(got[n], want[n]) < 32 * EPS for n in want)
     want = torch.func.jvp(true, (double(a),), (double(tangents),))[1]
     assert close(torch.func.jvp(run, (a,), (tangents,))[1], want)
@@ -312,7 +316,8 @@ def test_second_derivative_is_refused(name):
     x = a["x"].requires_grad_()
     once = pytest.raises(RuntimeError, match=r"^\w+: the kernels are differentiable once: use [^\n]*$")
     for backend, ends in (("", once), ("torch", contextlib.nullcontext())):
-        (g,) = torch.autograd.grad(row.run(**a, backend=backend)["y"].square().sum(), x, create_graph=True)
+        y = in_halves(row.run, "x")(**a, backend=backend)["y"]
+        (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         with ends:
             assert torch.autograd.grad(g.sum(), x)[0].norm() > 0
 

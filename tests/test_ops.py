@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from operators import (
     BF16,
     EPS,
@@ -21,16 +22,19 @@ from operators import (
     conv_inputs,
     conv_true,
     distance,
-    graded,
     on_gpu,
     what_autograd_keeps,
     wrong,
 )
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
+from initialisation import draw
 from kernels import build, ops
-from kernels.ops import attention, causal_conv1d, linear_cross_entropy
+from kernels.ops import attention, causal_conv1d, halves, linear_cross_entropy
+from model import Longhorn, ModelConfig
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -248,6 +252,47 @@ def test_loss_makes_the_gradients_that_are_asked_for_and_differentiates_once():
         torch.autograd.grad(linear_cross_entropy(x, weight, targets), weight, create_graph=True)
 
 
+# ---------------------------------------------------------------------------------------------------------- two halves
+
+def block_and_rows(width):
+    block = Longhorn(ModelConfig(n_embd=4, d_state=3), 0)
+    draw(block, torch.tensor(0))
+    return block, torch.randn(2, 40, width, requires_grad=True)
+
+
+@pytest.mark.parametrize("use", (
+    lambda mix, x, z: mix(x, z)[0] - mix(x, z, reverse=True)[0],
+    lambda mix, x, z: mix(x, z.detach())[0],
+    lambda mix, x, z: mix(x.detach(), z)[0] * z,
+    lambda mix, x, z: z.register_hook(lambda g: 3 * g) and checkpoint(mix, x, z, use_reentrant=False)[0]))
+def test_gradients_of_halves_are_those_of_chunk(use):
+    """And stay so while a graph is used again: those of x and z may lie in the memory of the whole."""
+    block, both = block_and_rows(16)
+    gradients = []
+    for split in (halves, lambda both: both.chunk(2, -1)):
+        x, z = split(both)
+        y = use(block.mix, x, z).square().sum()
+        for of in ((x, z), both, both):
+            gradients += torch.autograd.grad(y, of, retain_graph=True, materialize_grads=True)
+        assert not getattr(x.grad_fn, "halves_buffer", None), "memory is kept"
+    assert all(map(torch.equal, gradients[:4], gradients[4:]))
+
+
+def test_the_backward_of_a_block_joins_no_halves():
+    """It joins one thing, the gradients of r, k and q. Modes see that, which trace, count or choose what to recompute:
+    so operators go through the dispatcher, forward and backward."""
+    block, u = block_and_rows(4)
+    graphs = []
+    keep = lambda graph, inputs: graphs.append(graph.code) or make_boxed_func(graph)
+    compiled = torch.compile(block, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+    gradient = lambda f: torch.autograd.grad(f(u)[0].sum(), u)[0]
+    with Seen() as seen:
+        want = gradient(block)
+    assert {"longhorn.causal_conv1d_forward.default", "longhorn.causal_conv1d_backward.default"} <= set(seen.names)
+    assert torch.equal(gradient(compiled), want) and torch.equal(gradient(block), want)
+    assert seen.names.count("aten.cat.default") == graphs[1].count("aten.cat.default") == 1
+
+
 # ------------------------------------------------------------------------------------------------------- misfits, modes
 
 heads = dict(q=torch.ones(2, 3, 4, 8), k=torch.ones(2, 3, 6, 8), v=torch.ones(2, 3, 6, 8))
@@ -288,10 +333,3 @@ def test_rms_norm_of_any_shape_and_eps():
     for shape, eps in (((33,), 1e-5), ((2, 3, 5, 16), 0.5), ((1, 2), 0.5)):
         a = {"x": torch.randn(shape), "weight": torch.randn(shape[-1])}
         assert not wrong("rms_norm", a, eps=eps)
-
-
-def test_modes_see_the_operators():
-    """Which trace, count or choose what to recompute: so they go through the dispatcher, forward and backward."""
-    with Seen() as seen:
-        graded(causal_conv1d, conv_inputs(1, 5, 3, 3))
-    assert {"longhorn.causal_conv1d_forward.default", "longhorn.causal_conv1d_backward.default"} <= set(seen.names)

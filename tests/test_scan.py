@@ -155,7 +155,8 @@ def test_opcheck():
     args = [a.get(n) for n in ("x", "dt", "k", "q", "A", "D", "z", "dt_bias", "h0")]
     y, hT, chunks = torch.ops.longhorn.scan(*args, cu, "mamba_softplus", True, False)
     torch.library.opcheck(torch.ops.longhorn.scan_backward.default, (
-        torch.randn_like(y), None, *args[:5], *[None] * 4, cu, "mamba_softplus", True, False, chunks))
+        torch.randn_like(y), None, *args[:7], None, None, cu, "mamba_softplus", True, False, chunks,
+        torch.zeros(1, 34, 6)[..., 3:]))
     settings = cu, "mamba_softplus", True, False
     torch.library.opcheck(torch.ops.longhorn.scan_forward.default, (*args, *settings))
     torch.library.opcheck(torch.ops.longhorn.scan.default, (*(v.requires_grad_() for v in args), *settings))
