@@ -149,7 +149,8 @@ def parameter_count(model):
 
 def running_branches(model):
     """A model's branches in every place where they stand; [] if it is not an LM."""
-    return [module for _, module in model.named_modules(remove_duplicate=False) if isinstance(module, Branch)]
+    branches = {branch for _, branch in model.branches()} if hasattr(model, "branches") else ()  # any model.py
+    return [module for _, module in model.named_modules(remove_duplicate=False) if module in branches]
 
 
 def state_size(model, T=None):
