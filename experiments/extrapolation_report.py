@@ -9,7 +9,7 @@ import numpy as np
 
 from experiments import pages
 from experiments.compare import welch
-from experiments.figures import Curve, Panel
+from experiments.figures import Curve, Panel, name_of
 from experiments.pages import DASH, escaped, table
 
 PERPLEXITY = """\
@@ -106,16 +106,18 @@ def panels(read, trained):
     of_length = []
     of_place = []
     for name, at in read.items():
+        family, comma, limit = name.partition(", ")
+        label = name_of(family) + comma + limit
         mean, error = np.transpose([over_seeds(measured, "loss") for measured in at.values()])
         low = np.exp(mean - error)
         high = np.exp(mean + error)
-        of_length.append(Curve(name, name, list(at), np.exp(mean), low, high))
+        of_length.append(Curve(name, label, list(at), np.exp(mean), low, high))
         *_, longest = at.values()
         last = [x["difference_by_place"] for x in longest if "against" in x]
         if last:
             mean, error = over_seeds(last, "difference")
             middles = [math.sqrt(max(1, low) * high) for low, high in itertools.pairwise(last[0]["edges"])]
-            of_place.append(Curve(name, name, middles, mean, mean - error, mean + error))
+            of_place.append(Curve(name, label, middles, mean, mean - error, mean + error))
     drawn = [Panel("Perplexity", "sequence length T", "perplexity", of_length, "xy", trained)]
     if of_place:
         drawn.append(Panel("Gain from the longer past", "place in the longest sequence",
