@@ -385,10 +385,14 @@ class Branch(nn.Module):
     def forward(self, h, state=None, passed=None):
         x = self.norm(h)
         if hasattr(self.mixer, "passes"):
-            return self.mixer(x, state, passed)
-        out = self.mixer(x, state) if self.has_state else self.mixer(x)
-        out, state = out if isinstance(out, tuple) else (out, None)
-        return out, state, passed
+            out = self.mixer(x, state, passed)
+        else:
+            out = self.mixer(x, state) if self.has_state else self.mixer(x)
+            out = (*out, passed) if isinstance(out, tuple) else (out, None, passed)
+        if len(out) != 3:
+            raise ValueError(f"{where_is(type(self.mixer))}: forward returns y, or y and a state; with passes = True "
+                             "y, a state and what is passed on")
+        return out
 
     @property
     def has_state(self):

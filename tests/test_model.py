@@ -815,6 +815,22 @@ def test_values_passed_between_layers():
     assert not torch.allclose(lm(idx)[0], before, atol=0.1)
 
 
+@pytest.mark.parametrize("passes, results", [(True, 2), (True, 1), (False, 3)])
+def test_a_mixer_with_other_results_is_named(passes, results, monkeypatch):
+    class Own(nn.Linear):
+        def __init__(self, config, layer):
+            super().__init__(32, 32)
+            if passes:
+                self.passes = True
+
+        def forward(self, x, *others):
+            return (x, None, None)[:results] if results > 1 else x
+
+    monkeypatch.setitem(FAMILIES, "own", [Own])
+    with pytest.raises(ValueError, match=r"^Own \([^\n]*\): forward returns y[^\n]* passes = True [^\n]*$"):
+        LM(config("own"))(tokens(2, 9))
+
+
 @pytest.mark.usefixtures("of_the_page")
 def test_a_recurrence_of_ones_own():
     test_chunks_with_their_state_equal_the_whole("leaky")
