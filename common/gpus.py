@@ -32,6 +32,12 @@ def named(device_name):
     return None
 
 
+def memory(device_name):
+    """Bytes: what the name says, as A100-SXM4-40GB does, else those of GPUS."""
+    said = re.search(r"(\d+) ?GB\b", device_name, re.IGNORECASE)
+    return float(said[1]) * 1e9 if said else GPUS[named(device_name)][1]
+
+
 def peak_flops(device_name):
     """The device's dense bf16 peak in FLOP/s; None if unknown."""
     name = named(device_name)

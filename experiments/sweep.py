@@ -500,7 +500,7 @@ class SweepRun(Run):
     seeds: Count = None  # how many are reported, at every size
     search: Count = None  # seeds of the search for a learning rate, at every size
     nproc: Count = None  # processes per run (1; paper: one per GPU)
-    gpu: str = ""  # with --dry-run: plan for such GPUs, which need not be here (H100, A100, B200, RTX 4090 ...)
+    gpu: str = ""  # with --dry-run: plan for such GPUs, which need not be here (H100, A100-40GB, RTX 4090 ...)
     gpus: Count = 8  # how many of them
     style: Path = None  # FILE.mplstyle of the figures, over ours
 

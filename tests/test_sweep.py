@@ -414,6 +414,8 @@ def test_a_plan_for_gpus_that_are_named_and_not_here(capsys, monkeypatch):
     assert len(commands) == 8 and all("--standalone --nproc_per_node=8 " in line for line in commands)
     rows, _, _ = plan_for(capsys, "--gpu=a100")
     assert rows["longhorn", "120M"][3] == f"{minutes * 989 / 312:.0f} min"
+    rows, _, _ = plan_for(capsys, "--gpu=NVIDIA A100-SXM4-40GB")
+    assert rows["longhorn", "120M"][1:] == ["23 of 40 GB", "26%, measured", f"{minutes * 989 / 312:.0f} min"]
     rows, _, commands = plan_for(capsys, "--gpu=rtx-4090", "--gpus=4")
     assert rows["longhorn", "350M"][:3] == ["8", "18 of 24 GB", "25%, assumed"]
     assert "--nproc_per_node=4 " in commands[2] and "--micro_batch_size=8 " in commands[2]

@@ -46,7 +46,7 @@ def measured():
 def place(cell, config, nproc, gpu, records):
     """Set the `seconds` of a cell on nproc GPUs, and the micro-batch that fits in its arguments; returns its row.
     Raises ConfigError if a step cannot be shared."""
-    peak, available = gpus.GPUS[gpu]
+    peak, available = gpus.peak_flops(gpu), gpus.memory(gpu)
     at, source = cell.at, "assumed"
     in_step = config.batch_tokens // config.block_size
     if in_step % nproc:
@@ -82,13 +82,15 @@ def say_plan(cells, configs, gpu, count, nproc):
     records = measured()
     rows, kept = Counter(), 0
     for cell, config in zip(cells, configs, strict=True):
-        rows[tuple(place(cell, config, nproc, name, records))] += 1
+        rows[tuple(place(cell, config, nproc, gpu, records))] += 1
         kept += 12 * cell.at["parameters"] * (config.keep_checkpoints + 1)  # and the best
     print(table([COLUMNS, *([*row, str(runs)] for row, runs in rows.items())]))
     flops, tokens = (sum(cell.at[key] for cell in cells) for key in ("flops", "tokens"))
     at_once = max(1, count // nproc)
     print(f"{len(cells)} runs, {human(tokens)} tokens, {flops:.2g} FLOPs on {count} x {name}, {at_once} at a time: "
           f"about {runner.hours(sum(cell.seconds for cell in cells) / at_once)} in all")
+    if min(cell.seconds for cell in cells) < 60:
+        print("a run of less than a minute takes longer: its start, and waiting for Python, are not in these times")
     print(f"measured: on one H200 (results/h200); assumed: {ASSUMED:.0%}, which small models do not reach; both are "
           "shares of this GPU's peak, without communication and evaluations")
     bytes_per_token = 4 if configs[0].vocab_size > 2**16 else 2
