@@ -310,6 +310,10 @@ def _run_file(path, values):
         is_helper = key.startswith("_") or isinstance(value, types.ModuleType) or callable(value)
         if key in values or not is_helper:
             assigned[key] = value
+    try:
+        str(assigned)
+    except Exception as error:  # an integer of more than 4300 digits, say
+        raise ConfigError(f"{path}: a value cannot be shown ({error})") from error
     return assigned
 
 

@@ -143,6 +143,7 @@ MORE_MISTAKES = [
     ("\nn_layer = 1 // 0", "{}:2: ZeroDivisionError: "),
     ("def f():\n    return nothing\n\nn_layer = f()", "{}:2: NameError: name 'nothing' is not defined"),
     ("raise ValueError('two\\nlines')", "{}:1: ValueError: two lines"),
+    ("x = 10 ** 5000", "config/x.py: a value cannot be shown (Exceeds the limit (4300 digits)"),
     ("n_layer = 3\ninclude('wrong.py')", "config/wrong.py:1: ZeroDivisionError: division by zero"),
     ("n_layer = 3\ninclude('wrog.py')", "config/wrog.py: No such file or directory: did you mean 'config/wrong.py'?"),
     ("task = 'images'\npatch = 7", "{} has task = 'images': python classify.py {} '--a=b c'")]
