@@ -4,8 +4,9 @@
     self.dt_bias = parameter(d_inner, start=constant(0.0))
 
 A start is a function that fills a tensor in place. `draw` gives each parameter a random stream of its own, seeded by
-its name. So an edit of one parameter leaves all others as they were. What has a start is NaN until then; what a
-constructor writes there would be lost, and is refused. An nn.Linear or nn.Parameter without a start keeps its values.
+its name. So an edit of one parameter leaves all others as they were. A parameter with a start is NaN until then;
+writing to it in a constructor is refused, since it would be lost. An nn.Linear or nn.Parameter without a start keeps
+its values.
 """
 
 import math
@@ -37,7 +38,7 @@ def parameter(*shape, start):
 
 
 def to_draw(p, start):
-    """The parameter p, which is NaN until `draw`."""
+    """Returns p, which `start` will fill in `draw`; until then it is NaN."""
     bits, of_nan = bits_of(p)
     bits.fill_(of_nan)
     p.start = start
@@ -45,20 +46,20 @@ def to_draw(p, start):
 
 
 def bits_of(p):
-    """(a view of p as integers, the bits of a NaN that change with any arithmetic, even p.data.mul_(0.5))."""
+    """(a view of p as integers, the bits of a NaN that any arithmetic changes, even p.data.mul_(0.5))."""
     return p.data.view(INTEGERS[p.element_size()]), int(-0.75 / torch.finfo(p.dtype).eps)
 
 
 def seed_device(tensor, seed):
-    """torch.manual_seed(seed), but of the CPU alone if the tensor is there: PyTorch would format the stack for each
-    device that is not in use, which takes 0.4 ms and more."""
+    """torch.manual_seed(seed), but only for the CPU if the tensor is there: PyTorch would format the stack for each
+    unused device, which takes 0.4 ms or more."""
     (torch.default_generator if tensor.is_cpu else torch).manual_seed(seed)
 
 
 @torch.no_grad()
 def draw(model, seed):
     """Fill every parameter that has a start, each from the stream of (seed, name). seed: a tensor () of int64; on the
-    meta device nothing is drawn. Raises ValueError if one has been written to."""
+    meta device nothing is drawn. Raises ValueError if a parameter has already been written to."""
     if seed.is_meta:
         return
     before = torch.get_rng_state()

@@ -64,8 +64,8 @@ def wide(a):
 
 
 def token_shift(x, last, mus):
-    """For each mu (d,) of mus: x (B, T, d), mixed by mu with the token before it. That of the first token is `last`
-    (B, d), or zeros, and of the first in a document zeros."""
+    """For each mu (d,) in mus: x (B, T, d) mixed with the token before. Before the first token comes `last` (B, d) or
+    zeros, before the first of a packed document zeros."""
     if last is not None:
         before = torch.cat([last[:, None].to(x.dtype), x[:, :-1]], 1)  # (B, T, d)
     else:
@@ -82,9 +82,9 @@ def ramp(n):
 
 
 def rwkv_mu(config, layer):
-    """How much of the previous token RWKV's channels start with: (a, {letter: mu (d,)}), a the layer's depth in 0..1.
+    """RWKV's initial token-shift mix per channel: (a, {letter: mu (d,)}), a the layer's depth in 0..1.
 
-    Peng et al. 2023, appendix: late channels and late layers look at the current token, k less than r. In float64.
+    Late channels and late layers look more at the current token, k less so than r (Peng et al. 2023, appendix).
     """
     a = layer / max(1, config.n_layer - 1)
     c = 1 - layer / config.n_layer
@@ -154,7 +154,7 @@ def retnet_width(config):
 
 
 class RetNetGLU(SwiGLU):
-    """W_2 (gelu(W_1 x) * W_3 x), as wide as the retention's values, as Table 1's RetNet."""
+    """W_2 (gelu(W_1 x) * W_3 x), as wide as the retention's values, as in Table 1's RetNet."""
 
     activation = staticmethod(F.gelu)
 
@@ -238,14 +238,14 @@ class RWKVChannelMix(nn.Module):
 
 
 class RWKV4ChannelMix(RWKVChannelMix):
-    """The same with a hidden width of 4 d."""
+    """RWKVChannelMix with a hidden width of 4 d."""
 
     factor = 4
 
 
 class SlidingWindow(Attention):
-    """LLaMA's attention to the last `window` tokens, the current one included; 0: half of block_size. The cache holds
-    as many.
+    """LLaMA's attention over the last `window` tokens, including the current one; 0: half of block_size. The cache
+    holds that many tokens.
 
     Only differences of rotary angles matter, so the cache holds keys before rotation and its oldest key is at position
     0: the angles stay small however long the text is.
@@ -262,7 +262,7 @@ class SlidingWindow(Attention):
             past_k, past_v = state
             k = torch.cat([past_k.to(k.dtype), k], 2)
             v = torch.cat([past_v.to(v.dtype), v], 2)
-            state = k[:, :, -self.window:].clone(), v[:, :, -self.window:].clone()  # a view keeps older ones alive
+            state = k[:, :, -self.window:].clone(), v[:, :, -self.window:].clone()  # a view would keep older ones alive
         S = k.shape[2]
         cos, sin = rotary_tables(0, S, self.n // 2, x.device, constant=state is None)  # (S, n/2) each
         q, k = apply_rotary(q, cos[S - T:], sin[S - T:]), apply_rotary(k, cos, sin)

@@ -69,7 +69,7 @@ from kernels.scan import longhorn_scan, selective_scan
 class ModelConfig:
     # --- model
     model: str = "longhorn"  # family: longhorn, mamba, llama, gla, retnet, rwkv, or another in FAMILIES
-    pattern: str = ""  # a family per layer, repeated to n_layer, as longhorn*3,llama; empty: model in every layer
+    pattern: str = ""  # a family per layer, repeated to n_layer, e.g. longhorn*3,llama; empty: model in every layer
     n_layer: int = 12  # layers; two residual branches each, in the paper's families
     n_head: int = 12  # heads (families with heads)
     n_embd: int = 768  # width of the residual stream
@@ -85,16 +85,16 @@ class ModelConfig:
     window: int = 0  # tokens that swa attends to; 0: half of block_size
     documents: Literal["join", "pack"] = "join"  # pack: start each document in a window from an empty state
     end_of_text: int = -1  # with pack: the token that ends a document; -1: the dataset's
-    loss_from_logits: bool = False  # train on the loss of LM.forward's logits: for editing them; needs more memory
+    loss_from_logits: bool = False  # train on LM.forward's logits, so that you can edit them; needs more memory
     norm_eps: float = 1e-5  # of the norms before branches and before the head
     tie_head: bool = True  # the head is the embedding; false: a matrix of its own
     backend: str = ""  # which operators run: torch (plain PyTorch, to edit), cpu, cuda, fused; empty: the fastest
 
-    places = range(1024)  # layers that are built: all; the toys of inspection/self_check.py have fewer
+    places = range(1024)  # indices of the layers to build (the self-check builds fewer)
 
     @property
     def unrolled(self):
-        """The family of each layer of the pattern, once. Raises ValueError for one that cannot be parsed."""
+        """The families in the pattern, before it is repeated. Raises ValueError if it cannot be parsed."""
         pattern, names = self.pattern or self.model, []
         for part in pattern.split(","):
             parsed = re.fullmatch(r"\s*(\w+?)\s*(?:\*\s*([1-9]\d{0,3}))?\s*", part)
@@ -134,8 +134,8 @@ BACKENDS = ("", *choose.BACKENDS)
 # (initialisation.py). Then it has:
 #   forward(x, state=None) -> (y, state)  x, y (B, T, n_embd); state: tensors (B, ...); None: start empty, keep none
 #   initial_state(batch_size, device)     the state before the first token; mixers without it have forward(x) -> y
-#   passes = True                         forward(x, state, passed) -> (y, state, passed) then also takes what earlier
-#                                         layers passed on, None before the first that does, and passes something on
+#   passes = True                         forward(x, state, passed) -> (y, state, passed): takes what the previous such
+#                                         mixer passed on (None at the first) and returns what to pass on to the next
 #   operator                              the operator that mixes tokens, a key of kernels.choose.BODIES, which also
 #                                         gives the FLOPs (inspection/counting.py); without an operator set `flops`
 
@@ -215,7 +215,7 @@ class Mamba(ScanBlock):
 
 
 def split_heads(config, multiple=1):
-    """Channels per head. Raises ValueError unless that is a whole number and a multiple of `multiple`."""
+    """Channels per head. Raises ValueError if n_embd is not divisible by n_head * multiple."""
     if config.n_embd % (config.n_head * multiple):
         times = f" times {multiple}" if multiple > 1 else ""
         raise ValueError(f"n_embd {config.n_embd} is not a multiple of n_head {config.n_head}{times}: choose an n_head "
@@ -260,10 +260,10 @@ def apply_rotary(x, cos, sin):
 
 
 def rotary_tables(first, last, pairs, device, steps=None, constant=False):
-    """Cosine and sine (last - first, pairs), float32, of position times 10000 ** -(i / steps) for positions first ..
-    last - 1 and pairs i; steps: `pairs`, unless given. constant: compiled layers load them; else they compute them anew
-    for every channel, which took a fifth of LLaMA's step on an H200."""
-    if constant:  # index: for the compiler, too, these are numbers
+    """Cosine and sine (last - first, pairs), float32, of position * 10000 ** -(i / steps) for pair i at positions
+    first .. last - 1. steps: `pairs` by default. constant: compiled layers load the tables; recomputing them for every
+    channel took a fifth of LLaMA's step on an H200."""
+    if constant:  # operator.index: plain numbers, for the compiler too
         return constant_rotary_tables(operator.index(first), operator.index(last), pairs, device, steps)
     frequency = 10000.0 ** -(torch.arange(pairs, device=device) / (steps or pairs))
     angle = torch.arange(first, last, device=device)[:, None] * frequency
@@ -444,8 +444,8 @@ def tensors_of(state):
 
 
 def emptied(state, empty, rows):
-    """A state in which these rows, (B,) of bool, are those of `empty`. Raises ValueError if only some rows of a cache
-    that grows would have to shrink."""
+    """The state with some rows, (B,) of bool, reset to `empty`. Raises ValueError if that would shorten the cache of
+    some rows but not of others."""
     if rows.all():
         return empty
     if isinstance(state, (list, tuple)):
@@ -488,13 +488,13 @@ class LM(nn.Module):
         super().__init__()
         check_sizes(config)
         self.config = config
-        # First: constructors of PyTorch use up random numbers. Neither randint nor Embedding(V, d): on "meta" these
-        # import a second's worth of modules.
+        # Draw the seed first: PyTorch's constructors consume random numbers. Not randint or Embedding(V, d): on "meta"
+        # they import modules for a second.
         seed = torch.empty((), dtype=torch.int64).random_(2**31)
         self.embed = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd), freeze=False)
         to_draw(self.embed.weight, normal(0.02))
         self.layers = nn.ModuleList(self.build_layers(config))
-        first, last = config.families[0], config.families[-1]  # their norms stand before and after all layers
+        first, last = config.families[0], config.families[-1]  # their norms come before and after the layers
         self.embed_norm = norm_of(first)(config) if first in EMBEDDING_NORMS else nn.Identity()
         self.norm = norm_of(last)(config)
         if not config.tie_head:
@@ -513,7 +513,7 @@ class LM(nn.Module):
         return layers
 
     def check_documents(self):
-        """Raises ValueError if a mixer or learned positions would carry over from one packed document to the next."""
+        """Raises ValueError if a mixer or learned positions would leak from one packed document into the next."""
         for _, branch in self.branches():
             if getattr(branch.mixer, "operator", "") not in MIX_TOKENS:
                 raise ValueError(f"documents=pack: {where_is(type(branch.mixer))} mixes tokens without an operator of "
@@ -580,7 +580,7 @@ class LM(nn.Module):
         if self.config.documents == "pack" and state is None:
             starts = (idx == self.config.end_of_text).roll(1, 1)
         after = []
-        passed = None  # from layer to layer
+        passed = None  # what a layer passes on to the next
         with documents(starts):
             for layer, s in zip(self.layers, state or [None] * len(self.layers), strict=True):
                 h, s, passed = layer(h, s, passed)
@@ -588,8 +588,8 @@ class LM(nn.Module):
         return h, after
 
     def through_documents(self, idx, state):
-        """The same for packed documents that are read through a state: the token that ends one empties the state, as
-        the next document starts from an empty one in training."""
+        """through_layers for packed documents read with a state: the token that ends a document empties the state,
+        since in training every document starts from an empty one."""
         ends = idx == self.config.end_of_text  # (B, T)
         cuts = ends.any(0).nonzero()[:, 0] + 1
         cuts = cuts[cuts < idx.shape[1]].tolist()

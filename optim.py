@@ -50,7 +50,7 @@ def build_optimizers(model, config):
 
 def decayed(model):
     """Names of the parameters with weight decay: matrices of linear maps and the embedding."""
-    named = dict(model.named_parameters())  # without what a parametrization computes
+    named = dict(model.named_parameters())  # leaves out weights that a parametrization computes
     names = []
     for module_name, module in model.named_modules():
         name = f"{module_name}.weight"

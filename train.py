@@ -54,12 +54,12 @@ from runtime.telemetry import Telemetry, in_words
 class TrainConfig(ModelConfig):
     # --- run
     out_dir: str = ""  # folder for the records; empty: out/<name of the last config file>, or out/<init_from>_tuned
-    resume: Literal["never", "auto", "must"] = "never"  # from the checkpoint in out_dir; auto: if any; must: or stop
+    resume: Literal["never", "auto", "must"] = "never"  # from the checkpoint in out_dir; auto: if any; must: else stop
     branch: str = ""  # RUN@STEP: start from that run's state after STEP, with another max_iters; see keep_steps
     init_from: str = ""  # a run's folder or a checkpoint: start from its weights (fine-tuning), with its architecture
-    eval_only: bool = False  # evaluate the weights of init_from, or else the last in out_dir, on their data, and stop
-    seed: Seed = 1337  # of the initial weights and the data order
-    self_check: Literal["on", "off", "only"] = "on"  # compare kernels to loops, states to sequences; only: then stop
+    eval_only: bool = False  # evaluate init_from's weights, else out_dir's latest, on their own data, and stop
+    seed: Seed = 1337  # random seed for the initial weights and the data order
+    self_check: Literal["on", "off", "only"] = "on"  # check kernels and states against plain PyTorch; only: then stop
     # --- data
     dataset: str = "pystdlib"  # a prepared folder in data/, or a path; a mixture: a:0.8,b:0.2
     block_size: Count = 1024  # context length in training, in tokens
@@ -74,7 +74,7 @@ class TrainConfig(ModelConfig):
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # after the warmup; wsd: constant, then 1 - sqrt decay
     warmup_iters: Whole = -1  # steps of linear warmup; -1: 5% of max_iters
     decay_iters: Whole = -1  # steps of wsd's decay; -1: 20% of max_iters
-    weight_decay: NotNegative = 0.1  # on the matrices of linear maps and the embedding only
+    weight_decay: NotNegative = 0.1  # applied only to the weights of linear maps and the embedding
     beta1: Annotated[float, Range(0, below=1)] = 0.9  # AdamW
     beta2: Annotated[float, Range(0, below=1)] = 0.95  # AdamW
     grad_clip: NotNegative = 1.0  # maximum gradient norm; 0: no clipping
@@ -90,12 +90,12 @@ class TrainConfig(ModelConfig):
     keep_steps: str = ""  # comma-separated steps whose checkpoints are kept, for --branch
     wandb: Literal["off", "online", "offline"] = "off"  # also log to Weights & Biases
     wandb_project: str = "longhorn"  # project in Weights & Biases
-    wandb_run_name: str = ""  # the run's name there; empty: that of its folder
+    wandb_run_name: str = ""  # the run's name there; empty: its folder's name
     # --- system
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products; auto: bfloat16 if it is fast here
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # dtype of matrix products; auto: bfloat16 where it is fast
     compile: bool = False  # torch.compile: slower to start, faster per step
-    graphs: bool = False  # replay micro-batches as a CUDA graph, where Python is slower; not timed yet
+    graphs: bool = False  # replay micro-batches as a CUDA graph, for when Python is the bottleneck; not timed yet
     parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"  # replicas, shards, or shards within each machine
     recompute: Literal["none", "block", "every_other"] = "none"  # layers whose activations are recomputed in backward
     timeout_minutes: Minutes = 10.0  # how long processes wait for each other before giving up
@@ -118,9 +118,9 @@ def train(config, model, data, evaluate, schedule=None):
             is called after each optimiser step. What after_step changes, such as an average of the weights, must be in
             state_dict() to survive a resume: in a registered buffer, or through get_extra_state and set_extra_state as
             in experiments/vision/classify.py. A plain attribute is lost.
-        data: micro_batches(step, rank, world_size, micro_batch_size) yields (x, y, weight), the micro-batch's share of
-            the step's targets (those that are not -1; each has one) times the processes; identity, meta,
-            derived() for the records; check_unchanged() (see TokenData).
+        data: micro_batches(step, rank, world_size, micro_batch_size) yields (x, y, weight). The weight is the
+            micro-batch's share of the step's targets other than -1 (at least one), times the number of processes. Also
+            needs identity, meta and derived() for the records, and check_unchanged() (see TokenData).
         evaluate: (model, final) -> {"val_loss": nats, ...}; all other metrics are logged, the final ones also go to
             result.json. "stop": True ends the run after this step.
         schedule: (step, config) -> learning rate as a fraction of the peak; default: learning_rate_factor.
@@ -134,7 +134,7 @@ def train(config, model, data, evaluate, schedule=None):
         line = self_check(model, dtype, config.compile)
         return distributed.say(line)
     with (Telemetry(config, device) as telemetry, Folder(config, model, data, telemetry.say) as folder,
-          Signals() as signals):  # out of memory becomes one line in Folder
+          Signals() as signals):  # Folder turns out-of-memory into one line
         telemetry.say(self_check(model, dtype, config.compile) if config.self_check == "on" else "self-check: off")
         forward = distributed.parallelize(model, config, data)  # torch.compile; DistributedDataParallel or fully_shard
         optimizers = build_optimizers(model, config)
@@ -155,7 +155,7 @@ def train(config, model, data, evaluate, schedule=None):
             loss = 0.0
             for x, y, weight in distributed.micro_batches(forward, config, data, step, signals):
                 loss = loss + forward_backward(x, y, weight)
-            if signals.dropped:  # asked to stop within the step, which is done again when the run continues
+            if signals.dropped:  # asked to stop mid-step: the step is redone when the run continues
                 folder.save_if_due(step - 1, None, True)
                 break
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
@@ -163,7 +163,7 @@ def train(config, model, data, evaluate, schedule=None):
             if math.isfinite(loss) and math.isfinite(grad_norm):
                 for optimizer in optimizers:
                     optimizer.step()
-                if hasattr(model, "after_step"):  # such as averaging weights, in a buffer: an attribute is not saved
+                if hasattr(model, "after_step"):  # e.g. weight averaging; use a buffer: plain attributes are not saved
                     model.after_step()
                 folder.progress.bad = 0
             else:
@@ -219,14 +219,14 @@ TEXT_ONLY = {"pattern", "batch_tokens", "documents", "end_of_text", "eval_tokens
 
 
 def check_not_set(config, names, words):
-    """Raises ConfigError if one of these settings, which the program cannot use, is not its default."""
+    """Raises ConfigError if a setting in `names`, which the program cannot use, differs from its default."""
     for field in dataclasses.fields(config):
         if field.name in names and getattr(config, field.name) != field.default:
             raise ConfigError(f"{field.name} {getattr(config, field.name)} {words}")
 
 
 def check(config):
-    """Raises ConfigError for settings that cannot work together, with any data or machine."""
+    """Raises ConfigError for settings that contradict each other, whatever the data or machine."""
     check_schedule(config)
     for step in config.keep_steps.split(","):
         if step and not step.isdecimal():
@@ -290,7 +290,7 @@ def check_same_tokens(first, other, dataset):
 
 
 def build_model(config, device):
-    """The config's LM on the device. Raises ConfigError for sizes that cannot work and a backend that cannot run."""
+    """The config's LM on the device. Raises ConfigError for impossible sizes or a backend that cannot run here."""
     sizes = ModelConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)})
     try:
         sizes.check_pattern()

@@ -1,4 +1,4 @@
-"""RWKV, RetNet and GLA as in the code that the paper's authors released: what differs from mixers.py and model.py.
+"""RWKV, RetNet and GLA as the paper's authors released them. What differs from mixers.py and model.py:
 
     rwkv_released     a learned position is added to the embedding: Table 1's parameters, to the digit
     retnet_released   an eps of 1e-6 in all norms, every weight N(0, 0.02)
@@ -16,7 +16,7 @@ from model import FAMILIES, GLA, NORMS, POSITIONS, RMSNorm, SwiGLU
 
 
 class CountingTimeMix(RWKVTimeMix):
-    """Its state also counts the tokens so far, for the positions."""
+    """RWKV's time mix, with a state that also counts the tokens so far, for LearnedPositions."""
 
     def forward(self, x, state=None):
         if state is None:
@@ -68,7 +68,7 @@ class PlainRetNetGLU(RetNetGLU):
 
 
 class ShortKeyGLA(GLA):
-    """o = (q / sqrt(n)) S of keys k / sqrt(n), which the norm sees by its eps alone."""
+    """GLA with keys k / sqrt(n); the norm cancels this scale up to its eps."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
