@@ -1,29 +1,29 @@
-"""Settings of a program: the fields of a dataclass. Type, range, choices, default and help of one are its line.
+"""A program's settings are the fields of a dataclass. A field's line gives its type, range, choices, default and help.
 
     python train.py config/longhorn_350m.py --micro_batch_size=8 --compile
 
     max_iters: Count = 4800  # optimiser steps
     schedule: Literal["cosine", "wsd"] = "cosine"  # of the learning rate
 
-A value may also be the next word, `--micro_batch_size 8`, and a key have dashes, `--micro-batch-size=8`.
+A value may also be the next word, `--micro_batch_size 8`, and a key may have dashes, `--micro-batch-size=8`.
 
-Types are int, float, bool, str, Path and a Literal of strings; a number with a range is Count, Whole, Seed, Positive or
-Annotated[float, Range(...)], and may also be its default. The comment at the end of the line is the help.
+Types are int, float, bool, str, Path and a Literal of strings. A number with a range is Count, Whole, Seed, Positive or
+Annotated[float, Range(...)]; its default may lie outside the range. The comment at the end of the line is the help.
 
 `load` is for programs with config files. Arguments are read left to right and the later one wins. A config file is
 plain Python that assigns to keys and sees the values so far (`batch_tokens = block_size * 64`). `include("laptop.py")`
-runs another file of its folder first. Names that start with `_`, modules and functions are ignored. It is executed, so
-run only files that you would run as programs. Nothing on the command line is evaluated: `--out_dir=a=b` is the string
-`a=b`.
+runs another file from its folder first. Names that start with `_`, modules and functions are ignored. Config files are
+executed, so use only those that you would run as programs. Nothing on the command line is evaluated: `--out_dir=a=b` is
+the string `a=b`.
 
-`read` is for all others. There tuple[int, ...] is values joined by commas,
-list[str] several words, and a field without a default an argument without a key.
+`read` is for all other programs. There tuple[int, ...] takes values joined by commas, list[str] takes several words,
+and a field without a default is an argument without a key.
 
-Class attributes: RENAMED = {"old_key": "new_key"} is a table of common/old_names.py, by which the error for an old key
-says what to type. With PROGRAMS = {"task": "program.py"} the error for a config file that sets `task = "task"` names
-the program to run. ARGUMENTS = ("models",) are further fields without a key. With OTHERS = "words" unknown --key=value
-are put into `others`, and the help says `words` about them. FIRST = ("model",) are on top of the help, the others below
-the `# --- heading` above their line.
+Class attributes: RENAMED = {"old_key": "new_key"} is a table of common/old_names.py: the error for an old key says what
+to type. With PROGRAMS = {"task": "program.py"} the error for a config file that sets `task = "task"` names the program
+to run. ARGUMENTS = ("models",) are further fields to give without a key. With OTHERS = "words" unknown --key=value are
+collected in `others`, and the help describes them by `words`. FIRST = ("model",) come first in the help; the other
+fields follow under the `# --- heading` above their line.
 """
 
 import builtins
@@ -53,7 +53,7 @@ LARGEST = 2**48
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Numbers from `least` to `most`, or between `above` and `below`, which are left out themselves."""
+    """Numbers from `least` to `most`, and strictly between `above` and `below`."""
 
     least: float = -LARGEST
     most: float = LARGEST
@@ -61,7 +61,7 @@ class Range:
     below: float = math.inf
 
     def broken_by(self, value):
-        """The limit that a number does not keep, in words; None if it is in the range, or no number."""
+        """The limit that a value breaks, in words; None if it is in range or not a number."""
         if not isinstance(value, (int, float)):
             return None
         if value < self.least:
@@ -87,7 +87,7 @@ Seconds = Annotated[float, Range(1)]
 
 
 class Setting:
-    """What a field's line says: `kind` (of KINDS, or a Literal), `choices`, `range`, `many` (tuple, list or None) and
+    """A field's declaration: `kind` (one of KINDS, or a Literal), `choices`, `range`, `many` (tuple, list or None) and
     `default`."""
 
     def __init__(self, kind, default):
@@ -138,9 +138,9 @@ def load(config_class, argv, prog=None, doc=LEFT_TO_RIGHT):
 def read(config_class, argv, doc, prog=None):
     """Read `argv` of a program without config files into an instance of the dataclass.
 
-    config_class: or {command: dataclass}, of which the first argument chooses one. doc: the description for --help.
-    The instance also has `overrides`, `command`, and `others`, the --key=value of unknown keys, which only a class with
-    OTHERS takes. Raises ConfigError as `load` does.
+    config_class: a dataclass, or {command: dataclass}, from which the first argument chooses. doc: the description for
+    --help. The instance also has `overrides`, `command`, and `others`: the unknown --key=value, which only a class with
+    OTHERS accepts. Raises ConfigError as `load` does.
     """
     words = list(argv)
     prog = prog or os.path.basename(sys.argv[0])
@@ -154,7 +154,7 @@ def read(config_class, argv, doc, prog=None):
 
 
 def _command(classes, words, prog, doc):
-    """Take the command off the words; prints the help if there is none."""
+    """Remove the command from `words` and return it. Without one, print the help or raise ConfigError."""
     if words and words[0] in classes:
         return words.pop(0)
     names = ", ".join(classes)
@@ -165,7 +165,7 @@ def _command(classes, words, prog, doc):
 
 
 class Reader:
-    """Makes values of the dataclass's fields from words of a command line and from config files."""
+    """Reads values for the dataclass's fields from a command line and from config files."""
 
     def __init__(self, config_class, argv):
         self.config_class, self.argv = config_class, list(argv)
@@ -175,10 +175,10 @@ class Reader:
         self.overrides = {}
         self.mistakes = []  # see old_names.check
         self.needed = [key for key, value in self.values.items() if value is dataclasses.MISSING]
-        self.places = [*self.needed, *getattr(config_class, "ARGUMENTS", ())]  # keys of arguments without a key
+        self.places = [*self.needed, *getattr(config_class, "ARGUMENTS", ())]  # fields given without a key
 
     def read_words(self, words, with_files=False):
-        """Set what the words say. Returns the config files, if there may be some, and the --key=value of OTHERS."""
+        """Read the words of a command line. Returns the config files among them, and the --key=value for `others`."""
         words = [word for word in words if word not in HELP]
         places = list(self.places)
         files, others = [], []
@@ -186,7 +186,7 @@ class Reader:
             word = words.pop(0)
             key, equals, text = word[2:].partition("=")
             key = key.replace("-", "_")
-            several = places and self.settings[places[0]].many  # it takes all words that follow
+            several = places and self.settings[places[0]].many  # a tuple or list takes all remaining words
             if word.startswith("--"):
                 texts = [text] if equals else self.following(key, words, alone=several)
                 if equals and key not in self.settings and hasattr(self.config_class, "OTHERS"):
@@ -208,7 +208,7 @@ class Reader:
         self.values[key] = self.overrides[key] = value
 
     def is_foreign(self, where, key, value):
-        """True if there is no such key, or its value is another program's; it is noted."""
+        """True, noting the mistake, if there is no such key or its value belongs to another program."""
         row = old_names.row_of(self, key, value)
         exists = key in self.settings and not self.settings[key].choices and os.path.exists(str(value))
         if key in self.settings and (row is None or exists):
@@ -217,14 +217,14 @@ class Reader:
         return True
 
     def convert(self, where, key, value, start):
-        """The value as the key's kind; None, which is noted, if it is not of that kind."""
+        """The value converted to the key's kind; None, noting the mistake, if it cannot be."""
         try:
             return _convert(self.settings[key], value, start, from_text=not where)
         except ConfigError as error:
             self.mistakes.append((where, None, str(error), None))
 
     def read_key(self, key, texts):
-        """Set what the texts say; none: a bool is true."""
+        """Set a key from the texts that follow it. A bool without any becomes true."""
         if self.is_foreign("", key, " ".join(texts) or "true"):
             return
         setting = self.settings[key]
@@ -242,7 +242,7 @@ class Reader:
             self.set(key, new[0])
 
     def following(self, key, words, alone):
-        """The words after a --key that are its value, taken off `words`; alone, or of an unknown key: one at most."""
+        """Remove the value of a --key from `words` and return it: several words only for a list, and not if `alone`."""
         texts, setting = [], self.settings.get(key)
         several = setting and setting.many is list and not alone
         if setting is None or setting.kind is not bool or (words and words[0].lower() in BOOLS):
@@ -251,7 +251,7 @@ class Reader:
         return texts
 
     def read_file(self, path):
-        """Set what a config file assigns, helpers left out."""
+        """Set what a config file assigns, except helpers."""
         row = old_names.row_of(self, "file", path.removesuffix(".py"))
         if row and not os.path.exists(path):
             raise ConfigError(f"{path}: {row}")
@@ -267,7 +267,8 @@ class Reader:
                 self.set(key, self.convert(f"{path}: ", key, value, f"{key} = "))
 
     def finish(self, usage, about, **more):
-        """The dataclass with the values, `overrides` and further attributes; or the help, if it is asked for."""
+        """The dataclass with the values, `overrides` and further attributes. Prints the help instead if it was asked
+        for."""
         old_names.check(self)
         if self.help_asked:
             program_help.show(usage, about, self)
@@ -301,7 +302,7 @@ def _run_file(path, values):
     known["include"] = lambda other: names.update(_run_file(os.path.join(folder, other), values | names))
     try:
         exec(compile(source, path, "exec", dont_inherit=True), names)  # noqa: S102
-    except ConfigError:  # of an included file
+    except ConfigError:  # raised by an included file
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{path}:{_place(path, error)}") from error
@@ -318,7 +319,7 @@ def _run_file(path, values):
 
 
 def _near(path):
-    """A guess at which config file was meant: of the same folder or, if none is named, also of config/."""
+    """A guess at which config file was meant, from the same folder or, if the path names none, also from config/."""
     folder, name = os.path.split(path.removesuffix(".py"))
     guesses = (old_names.nearest(name, [file.stem for file in Path(place).glob("*.py")], os.path.join(place, ""), ".py")
                for place in ([folder] if folder else ["", "config"]))
@@ -334,7 +335,8 @@ def _place(path, error):
 
 
 def _convert(setting, value, where, from_text):
-    """`value` as a setting's kind. Raises ConfigError, starting with `where`. `from_text`: a command-line string."""
+    """`value` converted to a setting's kind. Raises ConfigError that starts with `where`. from_text: `value` is a
+    command-line string."""
     kind, choices = setting.kind, setting.choices
     with contextlib.suppress(ValueError, OverflowError):
         if choices:
@@ -358,7 +360,8 @@ def _convert(setting, value, where, from_text):
 
 
 def _number(kind, value):
-    """Raises ValueError, or OverflowError, for what is not finite or no whole number that a float holds exactly."""
+    """A finite number. Raises ValueError or OverflowError for others; for an int also if it is not whole or above
+    2^53."""
     number = float(value)
     if not math.isfinite(number):
         raise ValueError

@@ -2,17 +2,16 @@
 
     python evaluate.py out/longhorn_bpe                                        # embedded: needs no download
     python evaluate.py out/longhorn_1b3 --tasks=paper                          # the paper's Table 2, zero-shot
-    python evaluate.py out/longhorn_1b3/checkpoint-9600.safetensors --tasks=paper   # of a step in --keep_steps
+    python evaluate.py out/longhorn_1b3/checkpoint-9600.safetensors --tasks=paper   # a step of --keep_steps
     python evaluate.py out/longhorn_1b3 --tasks=lambada_openai,wikitext --include=my_tasks/
     torchrun --standalone --nproc_per_node=8 evaluate.py out/longhorn_1b3 --tasks=paper
 
 Your own task files (*.yaml, in the harness's format) can use local data, with `dataset_path: json` and `data_files`
-under `dataset_kwargs`. Then no network is needed; neither is one for the embedded tasks (evaluation/tasks.py). Task
-files are programs: the harness runs their templates and the functions that they name.
+under `dataset_kwargs`. These need no network, and neither do the embedded tasks (evaluation/tasks.py). Task files are
+programs: the harness runs their templates and the functions that they name.
 
 Results go to eval_tasks.json in the run's folder, or eval_tasks-checkpoint-9600.json, with standard errors and the
-versions of tasks and harness. Results on other tasks stay there if they belong to the same checkpoint, settings and
-code.
+versions of tasks and harness. Earlier results on other tasks are kept if checkpoint, settings and code are the same.
 evaluation/harness.py explains how contexts and texts are read.
 """
 
@@ -48,9 +47,9 @@ class EvaluateConfig:
     limit: Whole = 0  # documents per task, to try things out; 0: all
     batch_tokens: Count = 8192  # tokens per forward pass
     max_length: Whole = 0  # context limit in tokens; 0: none, even beyond the training block
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of matrix products; auto: bfloat16 if it is fast here
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of matrix products; auto: bfloat16 where it is fast
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
-    tokenizer: str = ""  # if the checkpoint of an imported model does not name it: bytes, tiktoken:NAME, hf:NAME
+    tokenizer: str = ""  # bytes, tiktoken:NAME or hf:NAME, if an imported model's checkpoint names none
     vocab: str = ""  # folder with a tiktoken vocabulary's files, to need no network
     timeout_minutes: Minutes = 60.0  # how long processes wait for each other
 
@@ -86,7 +85,7 @@ def main(argv):
     loaded = harness.load_tasks(tasks.named(config.tasks, ROOT / "data" / "pystdlib"), config.include or None)
     dtype = distributed.pick_dtype(config.dtype, device)
     adapter = harness.HarnessLM(lm, text, config.batch_tokens, config.max_length, dtype)
-    where = environment()  # may raise: before hours of scoring
+    where = environment()  # may raise, so call it before hours of scoring
     start = time.perf_counter()
     output = harness.evaluate(adapter, loaded, config.limit)
     longest, longer = zip(*distributed.all_gather((adapter.longest, adapter.longer)), strict=True)
@@ -124,7 +123,7 @@ def write(path, record):
     try:
         write_json(path, record)
     except OSError as error:
-        raise ConfigError(f"cannot write {path} ({error.strerror}): the results stand above") from None
+        raise ConfigError(f"cannot write {path} ({error.strerror}): the results are printed above") from None
     print(f"wrote {path}")
 
 

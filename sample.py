@@ -47,7 +47,7 @@ class SampleConfig:
     top_k: Whole = 0  # sample from the k most likely tokens only; 0: all
     top_p: Annotated[float, Range(above=0, most=1)] = 1.0  # sample from the most likely tokens that together have this
     # probability
-    seed: Whole = 1337  # of the sampling
+    seed: Whole = 1337  # random seed for sampling
     vocab: str = ""  # folder with a tiktoken vocabulary's files (GPT-2: vocab.bpe, encoder.json), to need no network
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
 
@@ -62,8 +62,8 @@ def checkpoint_at(place):
 
 
 def load_model(place, device="cpu"):
-    """(LM in evaluation mode, the checkpoint's meta) from a run's folder or a checkpoint. Raises CheckpointError. A
-    line on stderr says if the code has changed since the training."""
+    """(LM in evaluation mode, the checkpoint's meta) from a run's folder or a checkpoint. Raises CheckpointError. Warns
+    on stderr if the code has changed since training."""
     path = checkpoint_at(place)
     tensors, meta = checkpoint.load(path)
     with checkpoint.fitting(path):
@@ -91,13 +91,13 @@ def load_model(place, device="cpu"):
 
 
 def code_since(folder, versions=None):
-    """A line if what computes the model has changed since the run in `folder` was trained, with the way back; "" if
-    not, or if its config.json does not say. Another line if that belongs to another run than the checkpoint, which has
-    these versions of the code."""
+    """A warning, with the way back, if code that computes the model has changed since the run in `folder` was trained;
+    "" if not, or if its config.json does not say. Also warns if that config.json belongs to another run than the
+    checkpoint, which ran with `versions` of the code."""
     with contextlib.suppress(BadRecord), fields():
         record = read_json(Path(folder) / "config.json")
         ran_in = record["environment"]
-        if versions and record["code_versions"][:len(versions)] != versions:  # more: resumed, and not saved since
+        if versions and record["code_versions"][:len(versions)] != versions:  # more: resumed, not saved since
             return (f"{folder}/config.json belongs to another run: it names code {ran_in['code']}, the checkpoint "
                     f"{', then '.join(versions)}; so this may be another model")
         changed = changed_files(ran_in["code_files"], code_identity()["code_files"])
@@ -111,8 +111,8 @@ def code_since(folder, versions=None):
 
 
 def sizes_of(settings):
-    """The ModelConfig of a run's settings, on the fastest backend; torch stays, for edited operators. Raises TypeError
-    for a setting of another type."""
+    """The ModelConfig for a run's settings, with the fastest backend. A run on the backend torch keeps it, since its
+    operators may be edited. Raises TypeError for a setting of the wrong type."""
     given = checkpoint.settings_of(settings, dataclasses.fields(ModelConfig))
     if given["backend"] != "torch":
         given["backend"] = ""
@@ -167,7 +167,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
         raise ValueError(f"temperature {temperature} must be >= 0, top_k {top_k} >= 1, top_p {top_p} in (0, 1]")
     if temperature == 0:
         return logits.argmax(-1)
-    # less the largest, so that a small temperature overflows to -inf, not inf; at least `tiny`, to avoid 0 / 0
+    # subtract the largest, so that a small temperature overflows to -inf, not inf; divide by at least `tiny`: no 0 / 0
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
@@ -203,7 +203,7 @@ def main(argv):
         start = time.perf_counter()
         said = stream(lm, idx, config.max_new_tokens, temperature=config.temperature, top_k=config.top_k or None,
                       top_p=config.top_p, generator=generator)
-        first = list(itertools.islice(said, 2))  # kernels that read the prompt and a token are built, and have said so
+        first = list(itertools.islice(said, 2))  # by now kernels are built, and their messages printed
         sys.stdout.write(prompt)
         text.begin(tokens)
         for token in itertools.chain(first, said):

@@ -1,1 +1,1 @@
-"""What every part uses: errors of one line, files written whole, PyTorch's private parts. Imports nothing of ours."""
+"""What every part uses: one-line errors, atomic file writes, PyTorch's private parts. Imports no other part of ours."""

@@ -21,8 +21,8 @@ class Stopped(ConfigError):
 
 
 def printable(text):
-    """Text that may be anybody's, as from a record, without what a terminal obeys: codes in place of control
-    characters."""
+    """`text` made safe to print when it comes from others, such as a record: control characters, which a terminal would
+    obey, become escape codes."""
     shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in str(text))
     return "".join(shown)
 
@@ -31,11 +31,11 @@ def printable(text):
 def main_error(prog, *errors):
     """`with main_error('train.py'): main()`: errors that the user can fix become one line.
 
-    The line is `train.py: error: ...` on stderr, and the exit code 2, for a ConfigError, a file or folder that the
-    system refuses, running out of memory, and `errors`. Any other error keeps its traceback. Ctrl-C is a line, too, and
-    exit code 130; that is also the code, without a line, if the reader of our output has gone (`| head`).
+    A ConfigError, a file or folder that the system refuses, running out of memory, and `errors` print `train.py: error:
+    ...` on stderr and exit with code 2. Any other error keeps its traceback. Ctrl-C prints a line and exits with 130.
+    If whoever reads our output has quit (`| head`), we exit with 130 and print nothing.
     """
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # it was closed before the start
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # closed before we started
     sys.stderr = sys.stderr or open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # print the code of a character that the locale lacks
@@ -52,17 +52,17 @@ def main_error(prog, *errors):
         line = _line_about(error, errors)
         if line is None:
             raise
-        with contextlib.suppress(OSError):  # stderr on a full disk: the exit code still tells
+        with contextlib.suppress(OSError):  # stderr on a full disk: the exit code still says it
             print(f"{prog}: error: {printable(line)}", file=sys.stderr)
         raise SystemExit(2) from None
     finally:
-        # or the interpreter's own flush at exit prints a traceback, or ends with exit code 120
+        # otherwise the interpreter's own flush at exit prints a traceback, or exits with code 120
         _flush(sys.stdout, BrokenPipeError)
         _flush(sys.stderr, (OSError, ValueError))
 
 
 def _line_about(error, errors):
-    """What is wrong, for an error that the user can fix, as those of `errors`; None for others."""
+    """The line to print for an error that the user can fix (`errors` count as such); None for any other error."""
     words = " ".join(str(error).split())
     if isinstance(error, OSError) and error.filename is not None:
         way_out = "check this path, and who may read and write it"
@@ -88,7 +88,7 @@ def is_out_of_memory(error):
 
 
 def regular(path):
-    """The Path of a file to read. Raises OSError, also for a pipe or device, whose end may never come."""
+    """The Path of a file to read. Raises OSError, also for a pipe or device, which may never end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     return Path(path)
@@ -104,7 +104,7 @@ def env_int(name, default, least=0, most=2**31 - 1):
 
 
 def _flush(stream, harmless, last=""):
-    """Write what a stream still holds. True after a harmless error: what it holds, and all that comes, is discarded."""
+    """Flush a stream. True after a harmless error: what it still held, and all later output, is then discarded."""
     try:
         print(end=last, file=stream, flush=True)
     except harmless:

@@ -1,4 +1,4 @@
-"""Files that a kill, a full disk or a second writer leaves whole: replaced through a rename, under a folder's lock."""
+"""Write files so that a kill, a full disk or a second writer leaves them whole: rename into place, lock the folder."""
 
 import contextlib
 import errno
@@ -17,9 +17,10 @@ from common.errors import ConfigError
 def lock_folder(folder, wait=0.0):
     """Create `folder`, lock it, and delete files that a killed process left half written. Call this before writing.
 
-    Returns the lock, an open file: closing it, or the end of the process in any way, unlocks. The lock is in the
-    folder, so two paths to the same folder share it. It contains "process PID on HOST". Raises BlockingIOError, with
-    that text as its strerror, if another process still holds it after `wait` seconds, and OSError.
+    Returns the lock, an open file. Closing it unlocks, and so does the end of the process, however it ends. The lock is
+    a file in the folder, so two paths to the same folder share it. It contains "process PID on HOST". Raises OSError;
+    in particular BlockingIOError, with that text as its strerror, if another process still holds the lock after `wait`
+    seconds.
     """
     os.makedirs(folder, exist_ok=True)
     lock = append(os.path.join(folder, ".lock"), "a+")
@@ -40,7 +41,7 @@ def lock_folder(folder, wait=0.0):
 
 
 def append(path, mode="a"):
-    """Open a file to append to. Raises OSError for a link, which would lead to another file."""
+    """Open a file to append to. Raises OSError for a symbolic link, which could point anywhere."""
     return open(path, mode, opener=_follow_no_link, errors="replace")
 
 
@@ -68,7 +69,7 @@ def replacing(path):
     try:
         yield tmp
         with open(tmp, "rb+") as f:
-            os.fsync(f.fileno())  # or a power cut after the rename leaves an empty file
+            os.fsync(f.fileno())  # otherwise a power cut after the rename can leave an empty file
         os.replace(tmp, path)
     except OSError as error:
         error.filename = error.filename or os.fspath(path)  # a full disk is noticed by a write, which names no file
@@ -99,25 +100,25 @@ def temporary(path):
 
 
 def remove_leftovers(pattern):
-    """Delete the temporary files for paths of a pattern whose writer, on this host, is no longer alive."""
+    """Delete temporary files of paths that match a pattern, if the process on this host that wrote them is gone."""
     for leftover in glob.glob(pattern + ".tmp-*"):
         name = re.fullmatch(r".*\.tmp-(.*)-(\d{1,9})-(\d+)", leftover)
         if not name or name[1] != this_host():
             continue
         if started(int(name[2])) != int(name[3]):
-            with contextlib.suppress(OSError):  # another process was faster, or may not be disturbed
+            with contextlib.suppress(OSError):  # already deleted by another process, or not ours to delete
                 os.unlink(leftover)
 
 
 @functools.cache
 def this_host():
-    """The host, or the container on it, within which a process is known by its number."""
+    """The host's name and PID namespace (a container has its own), within which a process id is unique."""
     namespace = Path("/proc/self/ns/pid")
     return f"{platform.node()}-{namespace.stat().st_ino}" if namespace.exists() else platform.node()
 
 
 def started(pid):
-    """When a process of this host started, in ticks since boot; None if there is none, or /proc does not tell."""
+    """When a process on this host started, in ticks since boot; None if it is gone or /proc does not say."""
     with contextlib.suppress(OSError):
         stat = Path(f"/proc/{pid}/stat").read_text()
         return int(stat.rpartition(")")[2].split()[19])

@@ -3,7 +3,7 @@
 import re
 
 # Dense bf16 peak in FLOP/s and memory in bytes, from data sheets.
-# The first name in a device's counts, as the end of a word: H100 stands after H100 PCIe.
+# The first match at the end of a word wins, so H100 PCIe comes before H100.
 GPUS = {
     "H200": (989e12, 141e9),
     "H100 PCIe": (756e12, 80e9),
@@ -23,8 +23,8 @@ GPUS = {
 
 
 def named(device_name):
-    """A name of GPUS, from a driver's name or as one types it; None if unknown. A laptop's GPU is another one of the
-    same name."""
+    """The name in GPUS for a driver's name or one typed by hand; None if unknown. Laptop GPUs do not count: they share
+    the name but are other chips."""
     for name in GPUS:
         pattern = name.replace(" ", "[ _-]?")
         if re.search(rf"{pattern}\b(?!.* Laptop)", device_name or "", re.IGNORECASE):
@@ -33,7 +33,7 @@ def named(device_name):
 
 
 def memory(device_name):
-    """Bytes: what the name says, as A100-SXM4-40GB does, else those of GPUS."""
+    """Memory in bytes: what the name says (A100-SXM4-40GB), else what GPUS says."""
     said = re.search(r"(\d+) ?GB\b", device_name, re.IGNORECASE)
     return float(said[1]) * 1e9 if said else GPUS[named(device_name)][1]
 

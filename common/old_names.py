@@ -1,8 +1,8 @@
-"""What a setting is called in nanoGPT, in transformers or by habit, and what to type here.
+"""Settings as nanoGPT, transformers or habit call them, and what to type here instead.
 
-A table has a row per old name, or per KEY=VALUE (a pattern) where only that value is foreign; the first that fits
-counts. A row is a setting here that takes the value, a setting with its value, a setting and the factors of its number,
-or words.
+A table has a row per old name, or per pattern KEY=VALUE where only that value is foreign; the first match wins. A row
+is our setting for the same value, our setting with another value, our setting and the factors to multiply, or a hint in
+words.
 """
 
 import difflib
@@ -16,7 +16,7 @@ from common.errors import ConfigError
 NONE = "has no counterpart, leave it out"
 EPOCHS = "give max_iters = epochs x tokens of the data / batch_tokens (a run says how many epochs it has)"
 PRETRAINED = "has no counterpart: python export.py --help says what can be imported, then give its folder"
-SAME = {  # row: the names that have it
+SAME = {  # our setting: its old names
     "learning_rate": "lr max_lr",
     "micro_batch_size": "batch_size bs device_batch_size per_device_train_batch_size",
     "batch_tokens": "total_batch_size",
@@ -106,12 +106,12 @@ SAMPLE = {
 
 
 def row_of(reader, key, value):
-    """The row for a key with a value by the program's table; None without one, and for a key that exists with a value
-    that may."""
+    """The row for a key and its value in the program's table; None if both are fine here, or if there is no such
+    row."""
     return row_by_text(reader.config_class, key in reader.settings, f"{key}={value}".lower())
 
 
-@functools.cache  # a sweep's plan reads a thousand times the same settings
+@functools.cache  # planning a sweep reads the same settings a thousand times
 def row_by_text(config_class, is_known, text):
     for pattern, row in getattr(config_class, "RENAMED", {}).items():
         if "=" not in pattern and not is_known:
@@ -122,14 +122,14 @@ def row_by_text(config_class, is_known, text):
 
 
 def nearest(word, words, prefix="", suffix=""):
-    """A guess at what was meant, if it is spelled nearly so."""
+    """The hint "did you mean ...?" if a known word is spelled almost the same, else nothing."""
     near = difflib.get_close_matches(word, words, n=1, cutoff=0.85)
     return f": did you mean '{prefix}{near[0]}{suffix}'?" if near else ""
 
 
 def check(reader):
-    """Raises ConfigError, a line about all mistakes that a configurator.Reader noted, unless there is none. They are
-    (file and colon, key, value, row), or of a wrong value (file and colon, None, what is wrong, None)."""
+    """Raises one ConfigError about all mistakes that a configurator.Reader noted, if there are any. Each is (file and
+    colon, key, value, row), or for a wrong value (file and colon, None, what is wrong, None)."""
     numbers = reader.values | {row: value for _, _, value, row in reader.mistakes if isinstance(row, str)}
     lines, before = [], ""
     for where, key, value, row in reader.mistakes:
@@ -141,7 +141,7 @@ def check(reader):
 
 
 def about(reader, key, value, row, numbers, in_file):
-    """A line about a key or a value that is foreign here; numbers: {setting: value}, for a row with factors."""
+    """The message about a foreign key or value. numbers: {setting: value}, for a row with factors."""
     dashes = "" if in_file else "--"
     known = f"{dashes}{key}={value}" if key in reader.settings else f"unknown key '{dashes}{key}'"
     if row is None:

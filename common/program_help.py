@@ -1,4 +1,4 @@
-"""What --help prints of a dataclass of settings: each with the comments of its lines, under their headings."""
+"""Prints the --help of a dataclass of settings: each field with the comment on its line, grouped by headings."""
 
 import dataclasses
 import inspect
@@ -10,7 +10,7 @@ import textwrap
 def show(usage, about, reader):
     """Print the usage, what it is about, and a line per setting of a configurator.Reader.
 
-    Those of the class's FIRST come first, then those without a heading, then the others.
+    Settings in the class's FIRST come first, then those without a heading, then the others.
     """
     program = reader.config_class
     others = "; " + program.OTHERS if hasattr(program, "OTHERS") else ""
@@ -42,7 +42,7 @@ def show(usage, about, reader):
 
 def comments(config_class):
     """{field: the comment at the end of its line, and below} and {field: the `# --- heading` above it}; base classes
-    first, whose heading a redefined field keeps."""
+    come first, and a redefined field keeps its heading there."""
     meanings, headings = {}, {}
     for cls in reversed(config_class.__mro__):
         field = heading = None

@@ -1,15 +1,15 @@
-"""Imported by a program before PyTorch: Ctrl-C during the import ends it without a traceback, and OpenMP's threads do
-not spin for long.
+"""Programs import this before PyTorch: Ctrl-C during the import then gives no traceback, and idle OpenMP threads spin
+only briefly.
 
-While a thread waits for one that does not run, because another program has its core, it takes the core of others. So a
-laptop that is not quiet trains at a third of its speed. On two cores of an EPYC a short spin makes that 1.7 times as
-fast beside one busy process, and costs a tenth when it is quiet. Only waiting changes, and only of threads on a CPU.
+When another program takes a thread's core, the threads that wait for it spin and occupy theirs, so a busy laptop trains
+at a third of its speed. On two cores of an EPYC beside one busy process, spinning briefly is 1.7 times as fast; on a
+quiet machine it costs a tenth. Only how CPU threads wait changes.
 """
 
 import os
 import signal
 
-# Rounds of a loop in GNU's OpenMP; milliseconds in Intel's and LLVM's, whose number is a guess.
+# GNU's OpenMP counts loop iterations; Intel's and LLVM's count milliseconds, and that number is a guess.
 SHORT_SPIN = {"GOMP_SPINCOUNT": "3000", "KMP_BLOCKTIME": "1"}
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)

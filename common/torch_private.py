@@ -1,5 +1,5 @@
-"""All private parts of PyTorch that this project uses, some of which only look public. If a new release moves one, a
-test of this file fails, and only this file has to change."""
+"""All private parts of PyTorch that this project uses, including some that look public but are not. If a new release
+moves one, a test of this file fails, and only this file has to change."""
 
 import functools
 import inspect
@@ -9,14 +9,14 @@ import torch
 
 # --------------------------------------------------------------------------------------- modes, transforms, compilation
 
-# The number of active dispatch modes (such as fake tensors): with any, operators must go through torch.library
+# The number of active dispatch modes (such as fake tensors): if there are any, operators must go through torch.library
 dispatch_modes = torch._C._len_torch_dispatch_stack
 
-# The address of a GPU's current stream: (index of the GPU) -> int. The public way, a Stream in a torch.cuda.device,
-# took as long as the launch of a kernel, 0.03 ms on an H200's host
-raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # None in a build for CPUs
+# The address of a GPU's current stream: (index of the GPU) -> int. The public way, a Stream inside torch.cuda.device,
+# takes as long as launching a kernel: 0.03 ms on an H200's host
+raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # None in a CPU-only build
 
-# Check a tensor's value on the GPU without waiting for it, as `if` would
+# Check a tensor's value on the GPU without waiting for the GPU, which `if` would do
 assert_async = torch._assert_async
 
 
@@ -41,9 +41,9 @@ def not_compiled(function):
 
 
 def allow_graphs(most):
-    """Let torch.compile make up to `most` graphs of one function, each of them whole. At its own limit of 8 it goes on
-    without compiling, and layers of all families are one function, Layer.forward, which also sees short batches and
-    evaluation. Within a DistributedDataParallel it would cut each layer where a bucket of 25 MB ends."""
+    """Let torch.compile make up to `most` graphs of one function, each of them whole. Beyond its own limit of 8 it
+    would stop compiling, but one function, Layer.forward, serves the layers of all families, short batches and
+    evaluation. Inside DistributedDataParallel it would also cut a layer wherever a 25 MB bucket ends."""
     torch._dynamo.config.recompile_limit = max(most, torch._dynamo.config.recompile_limit)
     torch._dynamo.config.optimize_ddp = False
 
@@ -66,8 +66,8 @@ def fast_apply(function):
 # ------------------------------------------------------------------------------------------------------------ training
 
 def never_compiled(optimizer):
-    """A torch.optim class without the marks for torch.compile on its methods, which import torch._dynamo: a second of
-    CPU at every start. Its steps run eagerly also where the model is compiled."""
+    """A torch.optim class without the torch.compile wrappers on its methods, which import torch._dynamo: a second of
+    CPU at every start. Its steps run eagerly even if the model is compiled."""
     methods = "add_param_group", "zero_grad", "state_dict", "load_state_dict", "step"
     bare = {name: inspect.unwrap(getattr(optimizer, name)) for name in methods}
     return type(optimizer.__name__, (optimizer,), {**bare, "step": torch.no_grad()(bare["step"])})
@@ -92,13 +92,13 @@ def averages_gradients(model):
 
 
 def record_averaging():
-    """From PyTorch 2.13 on a DistributedDataParallel has autograd nodes of its own: let CUDA graphs record these too.
-    Holds for the whole process."""
+    """Since PyTorch 2.13 DistributedDataParallel has its own autograd nodes: let CUDA graphs record them too, in the
+    whole process."""
     if hasattr(torch.autograd.graph, "set_override_stale_capture_stream"):
         torch.autograd.graph.set_override_stale_capture_stream(True)
 
 
-# Set a list of tensors to zero, a GPU's by a few kernels and not one for each tensor
+# Zero a list of tensors; on a GPU with a few kernels instead of one per tensor
 set_to_zero = torch._foreach_zero_
 
 

@@ -3,4 +3,4 @@ include("longhorn_laptop.py")
 dataset = "shakespeare_char"
 max_iters = 2000
 eval_interval = 250
-eval_block_size = 0  # as long as training's
+eval_block_size = 0  # the same as in training

@@ -6,8 +6,8 @@
 Requests are sorted by length, and a batch holds up to `batch_tokens` tokens. If the state has a constant size, a
 context's state is computed once for all its answers, batched with other contexts of the same length. Texts of any
 length are then read in pieces, in constant memory. Attention reads context and answer as one sequence; texts longer
-than a piece go through its growing cache. Models of packed documents start anew after the token that ends a text, as in
-training: the one before a text then matters to the text's first token alone. Texts are truncated only by `max_length`;
+than a piece go through its growing cache. Models of packed documents start anew after an end-of-text token, as in
+training, so the one before a text affects only the text's first token. Texts are truncated only by `max_length`;
 `longer` counts sequences longer than the training block.
 
 evaluate.py is the program.
@@ -63,7 +63,7 @@ class HarnessLM(TemplateLM):
         return self.lm.config.end_of_text if self.packs else self.text.eot_token
 
     @property
-    def tokenizer_name(self):  # of requests that the harness caches
+    def tokenizer_name(self):  # a key of the harness's cache of requests
         return f"{self.text.name} {self.text.table_sha256}"
 
     def all_gather(self, tensor):
@@ -142,7 +142,7 @@ class HarnessLM(TemplateLM):
             rows = rows[size:]
 
     def state_before_last(self, contexts):
-        """The state of contexts of one length after all but their last token, which the answers start from."""
+        """The state from which answers start: after all but the last token of some contexts of the same length."""
         state = self.lm.initial_state(len(contexts))
         step = max(1, self.batch_tokens // len(contexts))
         last = len(contexts[0]) - 1
@@ -163,7 +163,7 @@ class HarnessLM(TemplateLM):
     def follow(self, rows, state=None):
         """{i: (log-likelihood, greedy)} of the tokens from `start` on, for rows (tokens, start >= 1, i), longest first.
 
-        state: of all rows before their first token; None: they start a text.
+        state: that of the rows before their first token; None: the rows start a text.
         """
         nats = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
         greedy = torch.ones(len(rows), dtype=torch.bool, device=self.device)
@@ -237,8 +237,8 @@ def evaluate(lm, tasks, limit=None):
     """Evaluate tasks from `load_tasks`: {"results": {task: {metric: value, metric_stderr: value, ...}}, "versions":
     {task: ...}}; None on all ranks but 0.
 
-    limit: most documents per task. Each task also gets documents; chance, the accuracy of guessing; and perplexity, exp
-    of the mean loss per token of the right answers given their contexts.
+    limit: most documents per task. Each task also gets `documents`; `chance`, the accuracy of guessing; and
+    `perplexity`, exp of the mean loss per token of the right answers given their contexts.
     """
     for task in tasks["tasks"].values():
         task._instances = None

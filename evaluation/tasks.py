@@ -1,7 +1,7 @@
 """Tasks that need no download, and the paper's Table 2.
 
     python evaluate.py out/longhorn_bpe                                           # the embedded tasks
-    python evaluate.py out/longhorn_bpe/checkpoint-500.safetensors                # of a step that --keep_steps kept
+    python evaluate.py out/longhorn_bpe/checkpoint-500.safetensors                # a step of --keep_steps
 
 The embedded tasks are multiple choice, made from the held-out files of data/pystdlib. The questions are the same for
 every model, but depend on the Python that prepared the data.
@@ -67,7 +67,7 @@ def held_out_files(folder):
 
 
 def continuation(rng, text):
-    """A question of pystdlib_continuation about a file; None if the drawn place gives none."""
+    """A question of pystdlib_continuation about a file; None if the place that was drawn yields none."""
     starts = [m.start() for m in re.finditer(r"(?<=\n)[^\n]", text) if m.start() < len(text) - PIECE]
     at = rng.choice([s for s in starts if s >= CONTEXT] or [0])
     far = [s for s in starts if abs(s - at) > PIECE + CONTEXT]
@@ -84,7 +84,7 @@ def named_in(text):
 
 
 def identifier(rng, text):
-    """A question of pystdlib_identifier about a file; None if the drawn place gives none."""
+    """A question of pystdlib_identifier about a file; None if the place that was drawn yields none."""
     names, definitions = named_in(text)
     if not definitions:
         return None

@@ -11,7 +11,7 @@ import torch
 from data.loader import document_starts, eval_windows
 from runtime import distributed
 
-BATCH_TOKENS = 8192  # tokens per batch, at least: without gradients they fit
+BATCH_TOKENS = 8192  # fewest tokens per batch; without gradients this many fit
 
 
 class Evaluate:
@@ -25,9 +25,9 @@ class Evaluate:
         self.final_windows = eval_windows(len(data.tokens.val), block_size, config.final_eval_tokens)
 
     def __call__(self, model, final=False):
-        """{"val_loss": nats per token, "val_tokens", "val_bits_per_byte": where the data know their bytes}. The final
-        evaluation adds loss and tokens of each document; a window belongs to the document it begins in. If the final
-        windows are others, "compare_loss" is the loss over those of the other evaluations."""
+        """{"val_loss": nats per token, "val_tokens", "val_bits_per_byte": if the data's bytes are known}. The final
+        evaluation adds the loss and tokens of each document; a window belongs to the document it begins in. If it uses
+        other windows than the earlier evaluations, "compare_loss" is the loss over theirs."""
         parts = by_document(self.final_windows, self.data) if final else [self.windows]
         loss, losses, tokens = self.loss(model, parts)
         metrics = {"val_loss": loss, "val_tokens": sum(tokens)}
@@ -43,8 +43,8 @@ class Evaluate:
 
     @torch.no_grad()
     def loss(self, model, parts):
-        """(mean loss in nats per token, [loss per part], [tokens per part]) over parts of the validation split, each
-        some windows (n, 2) of start and length. All processes share the work."""
+        """(mean loss in nats per token, [loss per part], [tokens per part]) over parts of the validation split, each an
+        array (n, 2) of windows' starts and lengths. All processes share the work."""
         model.eval()
         rank, world = distributed.rank(), distributed.world_size()
         device = next(model.parameters()).device
@@ -66,6 +66,6 @@ class Evaluate:
 
 
 def by_document(windows, data):
-    """The windows of each document of the validation split, of those that have any."""
+    """[the windows of a document, ...] for the validation documents in which any window begins."""
     document = np.searchsorted(document_starts(data.tokens), windows[:, 0], side="right")
     return [windows[document == d] for d in np.unique(document)]
