@@ -205,7 +205,7 @@ struct Mamba {                                                 // rates are A / 
 #define KEYS 16                                        // steps whose keys are staged at once; divides CHUNK
 #endif
 #ifndef LONGER
-#define LONGER 2                                       // factor for both if the forward fetches ahead: no registers
+#define LONGER 2                                       // factor for both if the forward fetches ahead (no registers)
 #endif
 #define LONGER_ROW 128                                 // largest row of keys, in bytes, with enough shared memory
 #ifndef SUB
@@ -214,8 +214,8 @@ struct Mamba {                                                 // rates are A / 
 enum { C = 2 };                                        // channels per lane
 static_assert(CHUNK % KEYS == 0 && KEYS % TILE == 0 && CHUNK % SUB == 0);
 
-// The L lanes of two channels each hold a part of a sum per channel; each lane gets the sum of the channel that it
-// owns, its number 0. Number 1 is the neighbour's.
+// Each of the L lanes that share two channels holds a part of both channels' sums. It gets the whole sum of the channel
+// that it owns, whose index is 0; index 1 is the neighbour's.
 template <int L> MATH float sum_states(const float (&v)[C]) {
     float sum = v[0] + __shfl_xor_sync(ALL_LANES, v[1], 1);
     #pragma unroll
@@ -282,7 +282,7 @@ template <int L, int P> MATH void read_four(const float *row, int part, int orde
     }
 }
 
-// Writes a lane's `kept` sums, from its state `first` on, to a row of shared memory, contiguous ones at once.
+// Writes a lane's `kept` sums, from its state `first` on, to a row of shared memory, contiguous ones in one store.
 template <int P, int L, int KEPT> MATH void put_sums(float *row, int part, int first, const float (&v)[P]) {
     if (KEPT == 1) row[place<P, L>(part * P + first)] = v[0];
     if (KEPT == 2) store_two(row + place<P, L>(part * P + first), v[0], v[1]);
@@ -308,7 +308,7 @@ template <int P> MATH void get_own(const Four (*all)[THREADS], int tid, float (&
 // ROWS rows of k and q: `load` starts reading them, `store` writes them and |k|^2 to shared memory. An item is four
 // numbers of a row, or GROUPS times four; W items make a row. All items of k come first, then all of q.
 template <class U, class E, int P, int L, int ROWS> struct KeyRows {
-    // STEP: from the columns of one group to the next
+    // STEP: columns from one group to the next
     static const int NP = P * L, STEP = 128 / L;
     static const int W = NP < 128 ? NP / 4 : 32, GROUPS = NP / (4 * W), ITEMS = ROWS * W;
     static const int PASSES = (2 * ITEMS + THREADS - 1) / THREADS;
@@ -465,7 +465,7 @@ template <int P> MATH Four *kept_states(const ScanArgs &a, int64_t chunk, int pa
     return (Four *)a.chunks + (chunk * ceil_div(a.N, 4) + (part * P + g) / 4) * a.D + channel;
 }
 
-// S_t from S_{t-1}, states n P .. n P + P of channel n; only x and size of the neighbour's step are known before.
+// S_t from S_{t-1}, states n P .. n P + P of channel n; of the neighbour's step only x and size are known before.
 template <class U, int L, int P, class R>
 MATH void next_states(Step<float> (&s)[C], float (&S)[C * P], const float (&k)[P], R rate) {
     if (U::whole) {
@@ -1021,8 +1021,8 @@ MATH void combine(const ScanArgs &a) {
 typedef SCAN_UPDATE U;
 typedef SCAN_TYPE E;
 
-// Blocks per multiprocessor for which there must be registers. An H100's shared memory holds three of the backward's,
-// if the compiler finds the registers without spilling; otherwise two.
+// Blocks per multiprocessor that the registers must suffice for. An H100's shared memory holds three blocks of the
+// backward, if the compiler needs no spilling for that; otherwise two.
 #ifndef FORWARD_BLOCKS
 #define FORWARD_BLOCKS (U::rates || SCAN_L > C ? 3 : 4)
 #endif

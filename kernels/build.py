@@ -1,12 +1,12 @@
 """Builds the native libraries on first use, caches and loads them (called by ctypes).
 
-longhorn_scan.cu and conv_norm.cu are compiled by a C++ compiler for the CPU, they, loss.cu and sums.cu by nvcc or NVRTC
-for a GPU, without PyTorch's headers. Libraries are cached under build/, keyed by a hash of source, flags, compiler and
-machine; $LONGHORN_BUILD_DIR sets another folder, $CXX and $NVCC other compilers. A GPU gets one library per dtype and
-state shape, convolution width or vocabulary: each compiles in seconds, all of them would take minutes.
+A C++ compiler builds longhorn_scan.cu and conv_norm.cu for the CPU; nvcc or NVRTC builds these, loss.cu and sums.cu for
+a GPU. PyTorch's headers are not needed. Libraries are cached under build/, keyed by a hash of source, flags, compiler
+and machine; $LONGHORN_BUILD_DIR sets another folder, $CXX and $NVCC other compilers. A GPU gets one library per dtype
+and state shape, convolution width or vocabulary: each compiles in seconds, all of them would take minutes.
 
-Nothing is loaded that another user (root excepted) could have written: if others may write to the folder, it is built
-again in ~/.cache/longhorn.
+Nothing is loaded that another user (except root) could have written: if others may write to the folder, the libraries
+are built in ~/.cache/longhorn instead.
 """
 
 import collections
@@ -39,7 +39,7 @@ HEADER = ROOT / "kernels" / "lanes.h"
 CHUNK = 32  # steps between the states that the forward keeps; CHUNK of longhorn_scan.cu
 MAX_WIDTH = 8  # of the convolution kernels; MAX_WIDTH of conv_norm.cu
 CUDA_THREADS = 128  # THREADS of lanes.h
-BLOCK_SUMS = 32  # that a block of the kernel of sums takes
+BLOCK_SUMS = 32  # sums per block of the kernel in sums.cu
 CONV_TILE = 64  # steps per thread of the CUDA convolution; CONV_TILE of conv_norm.cu
 
 
@@ -85,7 +85,7 @@ class Broken(OSError):
     """The kernels' source is at fault: it does not compile, although the compiler works, or contradicts this file."""
 
 
-# What the sources need of a compiler: if it builds this and not them, the source is at fault.
+# A smoke test: a compiler that builds this but not the kernels shows that the kernels' source is at fault.
 NEEDED = """
 #include <stdint.h>
 #include <stdlib.h>
@@ -166,7 +166,7 @@ def _cached(name, suffix, key, sources, folder, make):
             return path, 0.0
         start, tmp = time.perf_counter(), Path(temporary(folder / stem))
         make(tmp)
-        if read() != text:  # the file's name says that it is of the former text
+        if read() != text:  # the hash in the file's name is that of the old text
             os.unlink(tmp)
             raise Broken(f"{' or '.join(Path(path).name for path in sources)} was edited while it was compiled")
         with open(tmp, "rb+") as f:
@@ -224,14 +224,14 @@ LossArgs = _struct("LossArgs", "V stride train *logits *targets *log_p")
 Sum = _struct("Sum", "first parts n columns type *source *to")
 SumsArgs = type("SumsArgs", (ctypes.Structure,), {"_fields_": [("of", 5 * Sum)]})  # TENSORS of sums.cu
 
-Source = collections.namedtuple("Source", "path kernels args steps")  # on a GPU; steps: of a chunk or tile
+Source = collections.namedtuple("Source", "path kernels args steps")  # on a GPU; steps per chunk or tile
 SOURCES = {"conv": Source(CONV, cuda.CONV_KERNELS, ConvArgs, CONV_TILE),
            "loss": Source(LOSS, cuda.LOSS_KERNELS, LossArgs, 0),
            "sums": Source(SUMS, cuda.SUMS_KERNELS, SumsArgs, 0)}
 
 
 def source_of(update):
-    """The Source of one of SOURCES or an update of the scan."""
+    """The Source for one of SOURCES, or for an update of the scan."""
     return SOURCES.get(update, Source(SCAN, cuda.SCAN_KERNELS, ScanArgs, CHUNK))
 
 
@@ -255,7 +255,7 @@ def library():
     try:
         lib = load(path)
     except OSError:
-        path.unlink(missing_ok=True)  # of a compiler that failed silently: the next run builds it again
+        path.unlink(missing_ok=True)  # the compiler failed silently: the next run builds it again
         raise
     openmp = "OpenMP" if lib.longhorn_has_openmp() else "one thread (no OpenMP in this compiler)"
     _announce(f"cpu {lib.longhorn_lanes()} lanes", openmp, seconds)

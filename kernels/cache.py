@@ -11,9 +11,9 @@ def append_to_cache(cache, k, v):
     """Append k and v (B, H, T, n) to a (keys, values) cache. The cache passed in is not modified.
 
     The buffers have room at the end, so that a new token does not copy the whole cache; when the room is used up, they
-    grow by a quarter. The room belongs to exactly the tensors that were returned, and the first caller to continue them
-    gets it. Any other continuation, or a cache that was cut, sorted, expanded, moved or loaded, starts with a copy.
-    With gradients, or when compiling: torch.cat.
+    grow by a quarter. Only the first caller that continues exactly the returned tensors gets the room. Any other
+    continuation, or a cache that was cut, sorted, expanded, moved or loaded, starts with a copy. With gradients, or
+    when compiling, this is torch.cat.
     """
     past_k, past_v = cache
     past = past_k.shape[2]
@@ -34,6 +34,6 @@ def append_to_cache(cache, k, v):
 
 
 def has_room(room, k, T):
-    """True if T tokens of the kind of k fit in the buffer."""
+    """True if T tokens like those of k fit in the buffer."""
     alike = room.dtype == k.dtype and room.is_inference() == torch.is_inference_mode_enabled()
     return alike and T <= room.shape[2]

@@ -1,4 +1,4 @@
-"""Which body of an operator runs: this repository's kernel, another library's, or the plain PyTorch loop."""
+"""Chooses which body of an operator runs: this repository's kernel, another library's, or the plain PyTorch loop."""
 
 import contextlib
 import functools
@@ -51,7 +51,7 @@ def plain(*ops):
 
 
 def places(op, backend, device, dtype):
-    """(place of the body of `op` that runs for these arguments of `choose`, place of its plain body), for messages."""
+    """(where the body of `op` that `choose` picks for these arguments is, where its plain body is), for messages."""
     fast, slow = BODIES[op]
     library = op in fused.LIBRARIES and choose(op, backend, device, dtype) == "fused"
     return fused.place(op) if library else fast, slow
@@ -133,7 +133,7 @@ def _choose_native(op, backend, device, dtype, cannot, inside):
 @functools.cache
 def unavailable(device):
     """None if the native kernels can run on `device`, else the reason, in one line. Raises RuntimeError if their source
-    is at fault and not the machine: a run would go on without an edit of it."""
+    is at fault rather than the machine: falling back would silently ignore an edit."""
     if device not in ("cpu", "cuda"):
         return f"there are no kernels for {device}"
     if device == "cuda":

@@ -1,9 +1,9 @@
-"""The scans for other projects: mamba-ssm's selective_scan_fn, to the letter of its arguments, and ours beside it.
+"""The scans for other projects: mamba-ssm's selective_scan_fn, argument for argument, and our longhorn_scan.
 
     from kernels.compat import longhorn_scan, selective_scan_fn
 
-Take along kernels/, common/ and longhorn_scan.cu; all else is PyTorch and a C++ compiler, and for a GPU nvcc or NVRTC.
-docs/kernels.md has the lines with which Hugging Face's Mamba runs on it.
+Copy kernels/, common/ and longhorn_scan.cu. They need PyTorch and a C++ compiler, and for a GPU nvcc or NVRTC.
+docs/kernels.md shows how to run Hugging Face's Mamba on it.
 """
 
 import torch
@@ -15,7 +15,7 @@ __all__ = ["longhorn_scan", "selective_scan_fn"]
 
 def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False,
                       return_last_state=False):
-    """What mamba_ssm.ops.selective_scan_interface.selective_scan_fn computes, on a CPU too.
+    """Computes what mamba_ssm.ops.selective_scan_interface.selective_scan_fn does, on a CPU too.
 
     Args:
         u, delta, z: (B, D, T), z optional.

@@ -104,7 +104,7 @@ def tunings():
 
 
 def tuning(name, default):
-    """A number that $LONGHORN_CUDA_DEFINES gives for build.py's choices rather than for the compiler."""
+    """A number in $LONGHORN_CUDA_DEFINES that tunes build.py's choices, not the compiled code; else the default."""
     return type(default)(dict(word.split("=", 1) for word in tunings() if "=" in word).get(name, default))
 
 
@@ -235,7 +235,7 @@ class Module:
         return self.shared[name] <= block and at_once(name) >= at_once(instead)
 
     def launch(self, name, blocks, args, stream):
-        """Run kernel `name` on so many blocks, passing `args` by value. Raises RuntimeError naming the launch."""
+        """Launch `blocks` blocks of kernel `name`, passing `args` by value. Raises RuntimeError naming the launch."""
         function, shared = self.functions[name], self.shared[name]
         if self.context:
             self.check(self.lib.cuCtxSetCurrent(self.context), "cuCtxSetCurrent")

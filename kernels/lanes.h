@@ -19,7 +19,7 @@ typedef long long int64_t; typedef int int32_t; typedef unsigned int uint32_t; t
 
 #define LOG2E 1.44269504f
 
-enum { FLOAT32 = 0, BFLOAT16 = 1 };                    // dtypes of the CPU kernels; a GPU's are compiled for one
+enum { FLOAT32 = 0, BFLOAT16 = 1 };                    // dtypes of the CPU kernels; a GPU kernel is compiled for one
 
 #ifdef ON_GPU
 #define MATH static __device__ __forceinline__
@@ -135,7 +135,7 @@ template <bool SOME, class E> MATH void write(bool active, E *p, float v) {     
     else if (active) set(p, v);
 }
 
-// 2 a - b, for which nvcc takes two additions
+// 2 a - b, which nvcc would compute with two additions
 MATH float twice_less(float a, float b) { return __fmaf_rn(2.0f, a, -b); }
 MATH float exp_clamped(float v) { return exp2_fast(minimum(v, 88.0f) * LOG2E); }
 MATH float exp_or_inf(float v) { return exp2_fast(v * LOG2E); }          // for uses where 1 / (1 + inf) = 0 is right

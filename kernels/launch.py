@@ -10,7 +10,7 @@ from kernels import build, cuda
 
 SUB = 4  # steps whose states the CUDA backward keeps in registers; SUB of longhorn_scan.cu
 SEGMENT = 128  # the shortest segment that T is split into on a GPU, in steps
-SPLIT_BELOW = 0.6, 1.0  # T is split if a GPU gets at most so many blocks per multiprocessor: forward, backward
+SPLIT_BELOW = 0.6, 1.0  # T is split below this many blocks per multiprocessor of a GPU: forward, backward
 SUM_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # the enums of lanes.h and sums.cu
 UPDATES = ("longhorn", "exact", "mamba")  # the enum of longhorn_scan.cu
 # (P, L) that `cuda_shape` chooses from: L lanes share two channels and hold P states of each
@@ -20,7 +20,7 @@ FETCHED = {"forward_kernel": ("x", "dt", "z"), "backward_kernel": ("x", "dt", "z
 
 
 def backward_bytes(update, P, L):
-    """Shared memory of a block that needs the most, the backward without rows fetched ahead: BackwardShared in
+    """Shared memory of the block that needs the most, the backward that fetches no rows ahead: BackwardShared in
     longhorn_scan.cu."""
     keys = 2 * build.CHUNK * P * L + build.CHUNK  # k, q, |k|^2
     per_lane = build.CHUNK // SUB * 2 * P + SUB + (2 * P if update == "mamba" else 1)  # states, gated, rates
@@ -38,12 +38,11 @@ def cuda_shape(update, B, T, D, N, multiprocessors, shared, may_split=True, back
     """(P, L), one of CUDA_SHAPES: L lanes share two channels, and each holds P states of both (P * L is N, padded to a
     power of two >= 8).
 
-    shared: bytes of shared memory per multiprocessor. Eight states per lane take the least work; four, if two
-    blocks would fit a multiprocessor with four and not with eight, or multiprocessors would be idle even with T split
-    into segments. A forward whose T stays whole (`cuda_segments`) has four, too, if eight make one block per
-    multiprocessor or less: predicted, as a warp's step then takes 62 instructions and not 100. The states that it keeps
-    are the same. No GPU has confirmed this rule, nor that two blocks per multiprocessor are enough. Raises ValueError
-    if no block fits.
+    shared: bytes of shared memory per multiprocessor. Eight states per lane take the least work. Four are chosen if two
+    blocks fit a multiprocessor only with four, or if multiprocessors would be idle even with T split into segments. A
+    forward that does not split T (`cuda_segments`) also takes four if eight give one block per multiprocessor or less:
+    a warp's step is then predicted to take 62 instructions instead of 100. It keeps the same states. No GPU has
+    confirmed this rule, nor that two blocks per multiprocessor are enough. Raises ValueError if no block fits.
     """
     states = max(8, 1 << (N - 1).bit_length())
     launched = [shape for shape in CUDA_SHAPES if blocks_at_once(update, shape, shared)]
@@ -67,10 +66,10 @@ def cuda_segments(update, dtype, shape, blocks, T, multiprocessors, shared, back
     """The number of segments, of at least SEGMENT steps, to split T into; a kernel has `blocks` blocks per segment.
 
     With more than SPLIT_BELOW blocks per multiprocessor T stays whole. Otherwise blocks would wait for memory, so T is
-    split to get as many as fit at once in the backward: registers are there for three in 16 bits, else for two. Joining
+    split into as many blocks as the backward can run at once: registers suffice for three in 16 bits, else two. Joining
     the segments costs the forward about as much again, the backward a quarter of that, for any number of segments. So
-    the forward is split later: 8 x 4096 tokens of 1536 channels on an H200, 0.73 blocks per multiprocessor, took 0.38
-    ms whole and 0.45 split; the backward 2.06 and 1.22.
+    the forward is split later. On an H200, 8 x 4096 tokens of 1536 channels, 0.73 blocks per multiprocessor, took it
+    0.38 ms whole and 0.45 split; the backward took 2.06 and 1.22.
     """
     if blocks > cuda.tuning("SPLIT_BELOW", SPLIT_BELOW[backward]) * multiprocessors:
         return 1
@@ -94,7 +93,7 @@ class Kernels:
     in OUT; tensors without T, or (.., B, T, N), stay in the order in which the kernels run.
     """
 
-    OUT = ("y", "dx", "ddt", "dz")  # (B, T, D), contiguous or halves of what is
+    OUT = ("y", "dx", "ddt", "dz")  # (B, T, D): contiguous, or half of a contiguous tensor
     reversed = False
 
     def __init__(self, args_class, x, update=None, rows=None, gated=False, backward=False, **sizes):
@@ -183,8 +182,8 @@ def sums_module(device):
 
 
 def sums(parts, dtypes, columns=0):
-    """The sum of each of `parts` (P, ...), float32, over P, rounded to its one of `dtypes`; None stays None. On a GPU
-    one kernel takes all. columns: the first, (P, columns, n), becomes (n, columns)."""
+    """The sum over P of each of `parts` (P, ...), float32, rounded to its dtype in `dtypes`; None stays None. On a GPU
+    one kernel computes them all. columns: the first part, (P, columns, n), becomes (n, columns)."""
     module = sums_module(parts[0].device)
     args, totals, blocks = build.SumsArgs(), [], 0
     for i, (a, dtype) in enumerate(zip(parts, dtypes, strict=True)):
@@ -206,7 +205,7 @@ def sums(parts, dtypes, columns=0):
 
 
 def in_stream(device, launch):
-    """launch(the address of PyTorch's current stream on a GPU), with that GPU as PyTorch's current one."""
+    """Calls `launch` with the address of PyTorch's current stream on this GPU, and with the GPU as current device."""
     stream = raw_stream(device.index)
     if device.index == torch.cuda.current_device():
         return launch(stream)
@@ -240,7 +239,7 @@ def _prepare(args_class, shape, dtype, device, update, rows, gated, backward, th
 
 
 def alignment(update, segments, dtype, module):
-    """Bytes to which rows must be aligned: of what a lane of the convolution reads, or of what segments fetch."""
+    """The alignment of rows in bytes: what a lane of the convolution reads at once, or what segments fetch at once."""
     if update is None and module is not None:
         return dtype.itemsize * module.channels // module.threads
     return 16 if segments > 1 else 1
@@ -252,7 +251,7 @@ def _on_gpu(B, T, D, dtype, device, update, rows, gated, backward, sizes):
     gpu = torch.cuda.get_device_properties(device)
     segments = 1
     if update is None:
-        at_once = 2 if dtype.itemsize == 2 and D % 2 == 0 else 1  # channels of a lane
+        at_once = 2 if dtype.itemsize == 2 and D % 2 == 0 else 1  # channels per lane
         module = gpu_module("conv", dtype, (sizes["W"], at_once), device)
         segments = -(-T // build.CONV_TILE)
     else:

@@ -44,9 +44,9 @@ from kernels import build, choose, fused, ops
 
 CHUNK = 64  # steps: the fastest of 16, 32, 64, 128 for retention and the delta rule at width 64
 GLA_CHUNK = 32  # a power of two, for the halving; 16 and 64 take a tenth longer
-CG_STEPS = 30  # conjugate gradient steps in Mesa, as in the paper; on a CPU up to MOST_CG_STEPS until the residual is
-MOST_CG_STEPS = 300  # at most RESIDUAL of q: keys of length 30 take so many
-RESIDUAL = 1e-4
+CG_STEPS = 30  # conjugate gradient steps in Mesa, as in the paper
+MOST_CG_STEPS = 300  # on a CPU, if the residual is still above RESIDUAL; keys of length 30 take this many
+RESIDUAL = 1e-4  # as a fraction of q
 CLOSED = -1e4  # log of a decay that is 0, in any floating point type
 NOTHING = -1e38  # the maximum of an empty wkv4 state: e^(NOTHING - anything) is 0, and unlike -inf it makes no NaN
 
@@ -375,8 +375,8 @@ def _halves(queries, k, g):
 
 @in_full_precision
 def _gla(q, k, v, log_decay, state):
-    """All chunks at once, because halving makes many small products. The backward keeps its levels: 4 times the inputs,
-    as much as retention keeps, and linear in T."""
+    """All chunks at once, because halving makes many small products. It keeps every level for the backward: 4 times the
+    inputs, as much as retention keeps, and linear in T."""
     T = q.shape[1]
     C = min(GLA_CHUNK, 1 << (q.shape[1] - 1).bit_length())
     S = _start(q, v, state)
@@ -409,9 +409,9 @@ def _decays(g):
 
 
 class _Between(torch.autograd.Function):
-    """exp of the sums of g (B H, C, 1) over the steps after column s up to row t. In the backward the gradient of g_r
-    is that of all rows from r on less that of all columns from r on: two sums, where autograd would pass over C x C
-    nine times."""
+    """exp of the sums of g (B H, C, 1) over the steps after column s up to row t. The gradient of g_r is the sum over
+    all rows from r on minus the sum over all columns from r on: two sums, where autograd would pass over C x C nine
+    times."""
 
     @staticmethod
     def forward(ctx, g):
@@ -526,7 +526,7 @@ def _products(q, k, log_decay):
 
 
 def _products_by_channel(q, k, log_decay, C):
-    """`_products` with a decay per channel: computes all chunks at once, as `_gla`; the decays are (B H, K, 1)."""
+    """`_products` with a decay per channel: computes all chunks at once, as `_gla` does; the decays are (B H, K, 1)."""
     q, k, g = (_chunked(a, C) for a in (q, k, log_decay))
     As, Qs, Key, decay = _halves([q, k], k, g)
     yield from zip(*(a.transpose(0, 1).flatten(1, 2).unbind(0) for a in (*As, *Qs, Key, decay.mT)), strict=True)
@@ -558,15 +558,15 @@ def _times(x, k, weight, before, H, ridge):
 
 
 def _solve(b, *matrix):
-    """`_conjugate_gradients`, as one node of a compiled graph: unrolled, the graph of a layer has ten thousand nodes
-    at T = 1024, and compiling it takes minutes."""
+    """`_conjugate_gradients` as one node of a compiled graph. Unrolled, a layer's graph would have ten thousand nodes
+    at T = 1024 and take minutes to compile."""
     return (_solve_op if torch.compiler.is_compiling() else _conjugate_gradients)(b, *matrix)
 
 
 def _conjugate_gradients(b, *matrix):
-    """Solve _times(x, *matrix) = b for x, every token by itself: in CG_STEPS steps, fewer or more if a CPU's residual
-    asks for them."""
-    tiny, on_cpu = torch.finfo(b.dtype).tiny, b.device.type == "cpu"  # on a GPU looking takes longer than the steps
+    """Solve _times(x, *matrix) = b for x, each token by itself, in CG_STEPS steps. On a CPU the residual decides
+    whether it takes fewer or more."""
+    tiny, on_cpu = torch.finfo(b.dtype).tiny, b.device.type == "cpu"  # checking it takes a GPU longer than the steps
     x = torch.zeros_like(b)
     r = b
     p = b
@@ -604,7 +604,7 @@ class _Solution(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dx):
-        matrix = ctx.saved_tensors  # read once: a recomputed forward hands them out no second time
+        matrix = ctx.saved_tensors  # read once: a recomputed forward hands them out only once
         return _solve(dx, *matrix), *[None] * (1 + len(matrix))
 
 

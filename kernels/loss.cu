@@ -1,9 +1,9 @@
-// The loss of a language model from its logits, and the gradient in their place, on a GPU.
+// Computes a language model's loss from its logits on a GPU, and overwrites the logits with their gradient.
 //
 //   log p = logits[target] - log sum_v exp(logits[v])      d logits[v] = exp(logits[v]) / sum - (v == target)
 //
 // A block takes a row. Its lanes read the row once, 16 bytes at a time, and keep it in shared memory until the sum is
-// known; a row that is too long for that is read again. So 16 bits of a logit cost four bytes of traffic, or six.
+// known; a row that is too long for that is read again. So a 16-bit logit costs four bytes of traffic, or six.
 // The order of sums depends on V and THREADS alone, so two runs agree to the bit. To check a change:
 // python -m pytest tests/test_cuda.py tests/test_ptx.py -k loss
 
@@ -93,8 +93,8 @@ template <class E> struct LossRow {
     }
 };
 
-// sum: of 2^(LOG2E (x - top)) over numbers x of which `top` is the largest. It begins with a finite one: -inf - -inf is
-// no number.
+// sum: of 2^(LOG2E (x - top)) over the numbers x so far; top: the largest of them, finite from the start, because
+// -inf - -inf is NaN.
 struct LogSum {
     float top = -1e38f, sum = 0.0f;
     template <class E> __device__ __forceinline__ void add(const Piece<E> &piece) {
@@ -116,7 +116,7 @@ struct LogSum {
     }
 };
 
-// By its distance from the top a large logit loses no digits.
+// Taking the distance from the top first costs a large logit no digits.
 template <class E> MATH Piece<E> gradient(const Piece<E> &logits, float top, float log2_sum) {
     Piece<E> piece;
     #pragma unroll

@@ -28,9 +28,9 @@ from kernels import build, choose, cuda, fused, launch
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PIECE = 64  # steps of a loop over time between the states from which the backward recomputes
 WINDOW_QUERIES = 64  # attention with a window processes at least this many queries at a time
-# Where PyTorch's kernels compute the loss. On a CPU they fit in a core's cache in float32, on a GPU they take 2 GB.
+# Where PyTorch's kernels compute the loss: in float32 this many fit in a CPU core's cache; on a GPU they take 2 GB.
 LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**28}
-LOSS_SUMS = 256  # bytes that the kernel of the loss shares beside a row; SUMS of loss.cu
+LOSS_SUMS = 256  # bytes of shared memory that the loss kernel needs besides a row; SUMS of loss.cu
 
 
 def check_tensor(op, name, a, floats=True):
@@ -44,7 +44,7 @@ def check_tensor(op, name, a, floats=True):
 
 
 def check_shapes(op, beside, device, wanted, optional=()):
-    """Raises ValueError for what is no floating-point tensor, or one of the wrong shape or device. wanted: {name:
+    """Raises ValueError for anything but a floating-point tensor of the wanted shape on this device. wanted: {name:
     (tensor, shape)}; tensors named in `optional` may be None. beside: the shapes that determine `wanted`, for the
     message."""
     for name, (a, shape) in wanted.items():
@@ -134,11 +134,11 @@ def by_document(f, tensors, packed):
 def differentiable(name, forward, backward, fake, tensors, results=1, half=None):
     """Register `forward` as the custom op longhorn::name, differentiable once, through `backward`.
 
-    tensors: the first so many arguments of forward have gradients; absent ones are None. results: the first so many
-    results have gradients; the others, or None, are kept for the backward. backward(*gradients of results, *forward's
-    arguments, *kept) returns a gradient shaped like each of the tensors, None for absent ones. half: the index of a
-    tensor that may be one of `halves`; backward has a last argument, `into`: None, or the memory for that gradient,
-    which is then not returned. fake: forward for shapes only.
+    tensors: how many of forward's arguments, from the first on, have gradients; absent ones are None. results: the same
+    for its results; those after them, which may be None, are kept for the backward. backward(*gradients of results,
+    *forward's arguments, *kept) returns a gradient shaped like each of the tensors, None for absent ones. half: the
+    index of a tensor that may be one of `halves`; backward then takes a last argument, `into`: None, or the memory for
+    that gradient, which is then not returned. fake: forward for shapes only.
 
     Returns the function to call. In plain eager mode it calls both bodies from an autograd.Function: the dispatcher
     makes a call take about half as long again. A compiled graph holds name_forward and name_backward, which have no
@@ -149,7 +149,7 @@ def differentiable(name, forward, backward, fake, tensors, results=1, half=None)
     run_backward = body_or_op(f"longhorn::{name}_backward", backward, fake_backward)
 
     class Gradient(torch.autograd.Function):
-        """The backward where its own gradient can be asked for."""
+        """The backward, refusing to be differentiated itself."""
 
         @staticmethod
         def forward(ctx, *args):
@@ -197,7 +197,7 @@ def differentiable(name, forward, backward, fake, tensors, results=1, half=None)
 
 
 def memory_of(tensors, half):
-    """The last argument of a backward, see `differentiable`, or none."""
+    """The last argument of a backward, if it takes one: see `half` in `differentiable`."""
     return () if half is None else (half_of_gradient(tensors[half]),)
 
 
@@ -210,7 +210,7 @@ def fake_gradients(tensors, half, dy, into):
 
 
 def custom_op(qualname, body, run, key="default"):
-    """Register `run` as the custom op `qualname`, with the signature of `body`, which may write to `into`; returns the
+    """Register `run` as the custom op `qualname` with the signature of `body`, which may write to `into`. Returns the
     op."""
     writes = inspect.signature(body).parameters.keys() & {"into"}
     schema = torch.library.infer_schema(body, mutates_args=writes)
@@ -221,7 +221,7 @@ def custom_op(qualname, body, run, key="default"):
 
 
 def body_or_op(qualname, body, fake):
-    """A function that calls `body` in plain eager mode, and else a custom op that does, without a gradient."""
+    """A function that calls `body` in plain eager mode, otherwise a custom op that does, without a gradient."""
     op = custom_op(qualname, body, lambda *args: tensors_only(args[0], body(*args)))
     torch.library.register_fake(qualname, fake)
     return lambda *args: (body if is_plain(args[0]) else op)(*args)
@@ -242,8 +242,8 @@ def tensors_only(like, tensors):
 # -------------------------------------------------------------------------------------- two halves, and their gradients
 
 def halves(both: Tensor) -> tuple[Tensor, Tensor]:
-    """both.chunk(2, -1), without a copy in the backward where both gradients come from operators that are given the
-    halves themselves: they write to one buffer, which becomes the gradient of `both`."""
+    """both.chunk(2, -1), without a copy in the backward if the halves go straight into operators: these write their
+    gradients to one buffer, which becomes the gradient of `both`."""
     if not torch.is_grad_enabled() or torch_private.transformed():
         return both.chunk(2, -1)
     return (_Halves.apply if is_plain(both) else _halves_op)(both)
@@ -267,8 +267,8 @@ _halves_op = custom_op("longhorn::halves", halves, _Halves.apply, "CompositeImpl
 
 
 def half_of_gradient(a):
-    """The memory for the gradient of `a`, a tensor or None, if it is one of `halves`: its half of a buffer, which is
-    handed out once, so that nobody else writes there. None if the caller has to make it."""
+    """The memory for the gradient of `a` (a tensor or None) if it is one of `halves`: half of a buffer, handed out only
+    once, so that nobody else writes there. None: the caller has to allocate it."""
     node = getattr(a, "grad_fn", None)
     # kernels compute float16 on a CPU in float32
     if torch.is_grad_enabled() or not hasattr(node, "halves_buffer") or (a.dtype, a.is_cpu) == (torch.float16, True):
@@ -304,7 +304,7 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, reverse=False, ba
     _check_conv(x, weight, bias, state)
     x = x.to(choose.compute_dtype(x))
     W = weight.shape[1]
-    if backend == "fused":  # asked for here alone: torch.compile may not know a stride as a number
+    if backend == "fused":  # looked at only here: to torch.compile a stride may not be a number
         in_eights = all(n % 8 == 0 for n in (x.shape[2], *x.stride()[:2]))
         if state is not None or not 2 <= W <= 4 or not in_eights:
             backend = None
@@ -391,7 +391,7 @@ def _conv_fake(x, weight, bias, state, silu, reverse):
 
 def _conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
                    silu: bool, reverse: bool, into: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias, dstate); dbias and dstate are None without a bias or state, dx where it goes to `into`."""
+    """(dx, dweight, dbias, dstate); dbias and dstate are None without a bias or state, dx if written to `into`."""
     (B, T, D), W = x.shape, weight.shape[1]
     kernels = launch.Kernels(build.ConvArgs, x, W=W, silu=int(silu))
     kernels.reversed, rows, state = reverse, B * kernels.segments, flip(state, reverse, 0)
@@ -574,7 +574,7 @@ def loss_of_slice(logits, targets, train):
 
 @functools.cache
 def loss_module(dtype, V, device):
-    """The kernel for rows of V logits of `dtype` on a GPU; None elsewhere, and without a compiler, which is said.
+    """The kernel for rows of V logits of `dtype` on a GPU; None elsewhere, or (with a line) without a compiler.
     Raises OSError if it cannot be built."""
     if device.type != "cuda" or dtype not in choose.DTYPES:
         return None
@@ -594,7 +594,7 @@ def loss_room(dtype, V, shared):
 
 
 def log_probabilities(logits, targets, train):
-    """`loss_of_slice`, in one kernel where there is one. It moves 4 bytes per logit of 16 bits, PyTorch's five 20."""
+    """`loss_of_slice`, in one kernel if there is one. It moves 4 bytes per 16-bit logit, PyTorch's five kernels 20."""
     V = logits.shape[1]
     module = loss_module(logits.dtype, V, logits.device) if is_plain(logits) else None
     if module is None:

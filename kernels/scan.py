@@ -32,7 +32,7 @@ from torch import Tensor
 from common import torch_private
 from kernels import build, choose, fused, launch, ops
 
-MAX_EXPONENT = 88.0  # exp() of more overflows float32, and inf * 0 would make the gradient NaN; eps is 0 there anyway
+MAX_EXPONENT = 88.0  # beyond it exp() overflows float32, and inf * 0 would make the gradient NaN; eps is 0 there anyway
 
 
 # -------------------------------------------------------------------------------------------------- the loops over time
@@ -117,8 +117,8 @@ def longhorn_scan(x, dt, k, q, D=None, z=None, dt_bias=None, h0=None, return_sta
         reverse: run from the last step to the first, as if every tensor were flipped in T and y flipped back, but
             without copying; h0 is the state after the last step, hT the one before the first. Used for images.
         backend: 'cpu' or 'cuda' (native kernels) or 'torch' (the loop over time); None or "": the fastest that runs
-            here. On a GPU up to 128 or 256 states, by its shared memory; call it once before capturing a CUDA graph:
-            the first call compiles.
+            here. A GPU takes up to 128 or 256 states, depending on its shared memory; call the scan once before
+            capturing a CUDA graph, as the first call compiles.
 
     Returns:
         y (B, T, D) in x's dtype; with return_state also hT (B, D, N), float32. Differentiable once; any number of times
@@ -284,7 +284,7 @@ def _scan_backward(dy: Tensor, dhT: Tensor | None, x: Tensor, dt: Tensor, k: Ten
                    D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, h0: Tensor | None,
                    cu_seqlens: Tensor | None, update: str, save: bool, reverse: bool, chunks: Tensor,
                    into: Tensor | None) -> T9:
-    """(dx, ddt, dk, dq, dA, dD, dz, ddt_bias, dh0); None for absent arguments; dz where it goes to `into`."""
+    """(dx, ddt, dk, dq, dA, dD, dz, ddt_bias, dh0); None for absent arguments, and for dz if written to `into`."""
     if chunks is None or not chunks.numel():
         raise RuntimeError("scan: cannot differentiate: the forward kept no states (save=False)")
     B, T, d = x.shape

@@ -1,5 +1,5 @@
-// Sums of float32 tensors over their first dimension, all in one kernel, on a GPU: what the backwards of the scan and
-// the convolution leave per block or row. 16 bits are rounded once.
+// Sums float32 tensors over their first dimension, all in one kernel, on a GPU: what the backward of the scan or the
+// convolution leaves per block or row. A 16-bit result is rounded once.
 //
 // A block takes NUMBERS sums. Its lanes read four numbers of a part at once, GROUPS parts together, and join in shared
 // memory. The order of a sum depends on THREADS alone, so two runs agree to the bit. To check a change:
@@ -7,10 +7,10 @@
 
 #include "lanes.h"
 
-#define TENSORS 5                                      // at most so many at once
+#define TENSORS 5                                      // at most this many at once
 #define GROUPS (THREADS / (NUMBERS / 4))
 
-enum { FLOAT16 = 2 };                                  // a type beside those of lanes.h
+enum { FLOAT16 = 2 };                                  // a type besides those of lanes.h
 
 // Mirrored in kernels/build.py.
 struct Sum {
