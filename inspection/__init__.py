@@ -1,1 +1,1 @@
-"""A model looked at from outside: the check at every start, and counts of parameters, FLOPs and state."""
+"""Looks at a model from outside: the check at every start, and counts of parameters, FLOPs and state."""

@@ -4,11 +4,10 @@ FLOPs are those of the mathematics. A linear map with n weights costs 2 n in the
 embedding look-up does not. Causal attention counts only the visible half, and a recurrence its token-by-token form,
 however it is computed. The backward counts twice the forward; recomputation is not counted.
 
-A parameter that any module holds counts, once. A layer or map that stands in two places runs, and keeps a state, twice.
-An nn.Linear on the model with the embedding's shape is the head, which is then not tied. An average of the weights
-belongs in buffers, which do not count. Experts of which a token passes some set `active_share` on the module
-that holds them, as 2 / 8, by which their maps are multiplied. A map whose weight is a bare parameter has no FLOPs here:
-make it an nn.Linear.
+A shared layer or map counts its parameters once, but its FLOPs and state once per use. An nn.Linear on the model with
+the embedding's shape is the head, which is then not tied. An average of the weights belongs in buffers, which do not
+count. For a mixture of experts, set `active_share` (such as 2 / 8) on the module that holds them: it scales the FLOPs
+of their maps. A map whose weight is a bare parameter has no FLOPs here: make it an nn.Linear.
 """
 
 import math
@@ -27,7 +26,7 @@ def visible(T, window):
 
 
 # Operator -> forward FLOPs per token of a mixer m, without its linear maps and short convolution, averaged over T
-# positions. `S` is the size of its matrix state.
+# positions. S: the size of its matrix state.
 FLOPS = {
     # per state: eps k (1), x - k S (2), S += (2), S q (2); per channel: step size, skip and gate (8). The exact form
     # sums k S over the states (2 per state, too), then subtracts it from x once per channel (1)
@@ -56,7 +55,7 @@ FLOPS["kda"] = FLOPS["gated_delta_rule"]
 
 
 def mixing_flops(mixer, T):
-    """A mixer's forward FLOPs per token without its linear maps: its `flops`, a number or a function of T, or from its
+    """A mixer's forward FLOPs per token without its linear maps: from its `flops` (a number or a function of T) or its
     operator; None if it has neither."""
     flops = getattr(mixer, "flops", None)
     if flops is not None:
@@ -76,7 +75,7 @@ def initial_tensors(mixer):
     """The tensors of a mixer's state before the first token of one sequence; [] for a mixer without a state."""
     if not hasattr(mixer, "initial_state"):
         return []
-    device = next((p.device for p in mixer.parameters()), "meta")  # where a learned state is
+    device = next((p.device for p in mixer.parameters()), "meta")  # where a learned initial state is
     return tensors_of(mixer.initial_state(1, device))
 
 
@@ -105,7 +104,7 @@ def flops_per_token(model, T=None):
     return {"forward": forward, "backward": 2 * forward, "total": 3 * forward}
 
 
-# Fitted to a sweep on one core of an AMD EPYC (Zen 4) per run, shared with other work; a quiet Zen 5 takes half.
+# Fitted to a sweep with one shared core of an AMD EPYC (Zen 4) per run; a quiet Zen 5 takes half the time.
 CPU_SECONDS_PER_TOKEN, CPU_SECONDS_PER_FLOP = 3.9e-5, 1.12e-11
 
 
@@ -115,7 +114,7 @@ def cpu_seconds(flops, tokens):
 
 
 def cost_of_step(model, tokens):
-    """A line about a step of so many tokens that takes minutes on a CPU, with the way out; else ""."""
+    """A warning, with the way out, if a step of this many tokens takes minutes on a CPU; else ""."""
     flops = flops_per_token(model)["total"] * tokens
     threads = torch.get_num_threads()
     minutes = cpu_seconds(flops, tokens) / threads / 60
@@ -127,7 +126,7 @@ def cost_of_step(model, tokens):
 
 def parameter_count(model):
     """{part: parameters}: each class of mixers, norms, positions, the embedding (tied with the head), others and the
-    total. A model's `rest` is the name of all that is not of mixers, norms and positions."""
+    total. A model's `rest` names the remaining parameters."""
     total = sum(p.numel() for p in model.parameters())
     if not hasattr(model, "branches"):
         return {"total": total}
@@ -148,15 +147,15 @@ def parameter_count(model):
 
 
 def running_branches(model):
-    """A model's branches in every place where they stand; [] if it is not an LM."""
+    """A model's branches, a shared one once per place where it runs; [] if it is not an LM."""
     branches = {branch for _, branch in model.branches()} if hasattr(model, "branches") else ()  # any model.py
     return [module for _, module in model.named_modules(remove_duplicate=False) if module in branches]
 
 
 def state_size(model, T=None):
-    """Numbers kept per sequence after T tokens (default block_size), over all layers: the size of the initial state. A
-    dimension of 0 in it is a cache that grows by one per token, up to `window`. A mixer without a state, which must
-    keep its inputs to go on, gives their number as `inputs_kept(T)`."""
+    """Numbers kept per sequence after T tokens (default block_size), over all layers: the size of the initial state,
+    where a dimension of 0 is a cache that grows by one per token, up to `window`. A mixer without a state must keep its
+    inputs to go on, and says how many as `inputs_kept(T)`."""
     T, total = T or model.config.block_size, 0
     for branch in running_branches(model):
         mixer = branch.mixer

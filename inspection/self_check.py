@@ -50,8 +50,8 @@ SCANS = ("longhorn_scan", "selective_scan")
 LEAST = 1e-5  # a difference below this is rounding
 OTHER_ORDER = 2e-4  # allowed between operators and states, which sum in other orders: a toy may amplify rounding
 FACTOR = 10
-NAN = 1e30  # in place of what is no number
-ROUNDING = 3  # how often the plain operators' own error in 16 bits may be reached
+NAN = 1e30  # stands for nan and inf
+ROUNDING = 3  # allowed multiple of the plain operators' own error in 16 bits
 
 
 # --------------------------------------------------------------- what a side computes: (model, x, y) -> {name: tensor}
@@ -74,7 +74,7 @@ def loss_alone_again(model, x, y):
 
 
 def loss_alone_compiled(model, x, y):
-    """Of layers that torch.compile traces, without its code generator."""
+    """The loss of layers that torch.compile traces, without its code generator."""
     layers = list(dict.fromkeys(getattr(model, "layers", [model])))
     for layer in layers:
         layer.forward = torch.compile(layer.forward, backend="aot_eager")
@@ -101,7 +101,7 @@ def whole(model, x, y):
 
 
 def scored(logits, y):
-    """Logits and their plain loss: whatever loss is trained on, sampling follows these."""
+    """Logits and their plain cross-entropy: whatever loss is trained on, sampling uses these."""
     values = {LOGITS: logits}
     if y.shape == logits.shape[:-1]:
         values[LOSS] = F.cross_entropy(logits.flatten(0, -2), y.flatten(), ignore_index=-1)
@@ -109,7 +109,7 @@ def scored(logits, y):
 
 
 def after_another_row(model, x, y):
-    """Logits of the other rows if the first one is another, and then of all rows as they are."""
+    """Logits of the other rows after the first row is replaced, then of all rows as they are."""
     other = x.clone()
     other[0] = x[-1]
     return {OTHERS: model(other)[0][1:], LOGITS: model(x)[0]}
@@ -144,7 +144,8 @@ def as_sampled(model, x, y):
 
 
 def in_pieces(model, x, cuts, **last_only):
-    """Logits of x; or of the last token of each piece, and then two of the states are also continued otherwise."""
+    """Logits of x, read in pieces. With last_only, those of each piece's last token; then two states are also continued
+    with another token, which must not change them."""
     if len(x) > 1 and is_packed(model) and any(0 in a.shape for a in tensors_of(model.initial_state(1))):
         # a cache that grows has one length for all rows: no row of it can be emptied
         return torch.cat([in_pieces(model, row, cuts, **last_only) for row in x.split(1)])
@@ -167,7 +168,8 @@ def continue_otherwise(model, part, state):
 
 
 def squares_of_scans(model, x, y):
-    """Of what one mixer of each class with a scan makes of five of its chunks: these are compiled."""
+    """The summed squares of what one mixer of each class with a scan returns for five chunks, to compare compiled code.
+    """
     rows, squares = torch.randn(1, 4 * build.CHUNK + 8, model.config.n_embd, device=x.device), 0.0
     mixers = {type(b.mixer): b.mixer for _, b in model.branches() if getattr(b.mixer, "operator", None) in SCANS}
     starts = torch.arange(rows.shape[1], device=x.device)[None] % 57 == 3
@@ -186,7 +188,7 @@ def output(out):
 
 class Kind(NamedTuple):
     words: str  # what agrees, for the line at the start
-    how: str  # what the two sides are, behind the place where they part
+    how: str  # what the two sides are; follows the place where they differ
     way_out: str
     least: float = OTHER_ORDER
     factor: float = FACTOR
@@ -223,11 +225,11 @@ DOCUMENT = Kind("documents", " over packed documents and over each document alon
 
 class Side(NamedTuple):
     run: object  # one of the functions above
-    mode: str = "either"  # train, eval; either: train, or eval if training draws random numbers; other: the other one
-    graded: bool = False  # with the gradient of each parameter
+    mode: str = "either"  # train, eval; either: train, or eval if training is random; other: the opposite of either
+    graded: bool = False  # also compare the gradient of each parameter
     plain: bool = False  # with plain operators
     rounded: bool = False  # under autocast to training's 16 bits
-    one_row: bool = False  # loops in 16 bits are slow
+    one_row: bool = False  # only one row, because loops in 16 bits are slow
 
 
 class Row(NamedTuple):
@@ -235,8 +237,8 @@ class Row(NamedTuple):
     one: Side
     other: Side
     needs: str = ""  # what the check must have, see Check.what_it_has
-    only: str = ""  # the name that is compared; else all that both sides have
-    usual: tuple = ()  # two sides, whose difference is the usual one; else it is the rounding of float32
+    only: str = ""  # the one name to compare; else all that both sides have
+    usual: tuple = ()  # two sides whose difference counts as usual; else float32's rounding does
 
 
 STARTS = Side(loss_alone, "train")
@@ -293,8 +295,8 @@ IN_16_BITS = (
 def self_check(model, dtype=torch.float32, compiled=False):
     """Returns a line on what agreed. Raises ConfigError, naming both places and the way out, if two versions differ.
 
-    dtype: of training's matrix products; compiled: layers are compiled in training. A model that is not an LM must have
-    toy(backend) -> a small model of the same code; toy_batch() -> (x, y) gives its inputs if they are not tokens.
+    dtype: training's dtype of matrix products; compiled: whether training compiles layers. A model that is not an LM
+    needs toy(backend) -> a small model of the same code, and toy_batch() -> (x, y) if its inputs are not tokens.
     Neither the model nor the random state is changed.
     """
     began, device, backend = time.perf_counter(), next(model.parameters()).device, model.config.backend
@@ -322,7 +324,7 @@ def self_check(model, dtype=torch.float32, compiled=False):
 
 
 class Gap(NamedTuple):
-    """How far two sides are apart in one tensor."""
+    """How much two sides differ in one tensor."""
     excess: float = 0.0  # a multiple of what is allowed
     error: float = 0.0
     usual: float = 0.0
@@ -406,7 +408,7 @@ class Check:
         return self.known[side]
 
     def resolved(self, side):
-        """The same side for all that compute the same."""
+        """The side with its mode filled in, so that sides that compute the same are equal."""
         mode = side.mode
         if mode in ("either", "other"):
             mode = "train" if (mode == "either") != self.varies else "eval"
@@ -431,14 +433,14 @@ class Check:
         return {name: exact(a) for name, a in values.items()}
 
     def gaps(self, row, value):
-        """The Gap in each tensor between a row's sides, of value(side) each."""
+        """The Gap between a row's two sides in each tensor of value(side)."""
         errors, gaps = differences(value(row.one), value(row.other), row.only), []
-        if row.usual:  # a tensor of two numbers may be right by chance, and a mistake is a hundred times the rounding
+        if row.usual:  # not by tensor: one of two numbers may be right by chance; a mistake is 100 times the rounding
             usual = root_mean_square(differences(*map(value, row.usual), row.only))
             errors = {max(errors, key=errors.get): root_mean_square(errors)}
         for name, error in errors.items():
             if not row.usual:
-                asked = row.kind.factor and error > row.kind.least  # it takes time
+                asked = row.kind.factor and error > row.kind.least  # only then: it takes time
                 usual = self.usual.get(branch_of(name), self.usual["typical"]) if asked else 0.0
             allowed = max(row.kind.least, row.kind.factor * usual)
             gaps.append(Gap(error / allowed, error, usual, allowed, name))
@@ -461,7 +463,7 @@ class Check:
     # -------------------------------------------------------------------------------------------------- where they part
 
     def refuse(self, row, gap):
-        """Raises ConfigError with the place where a row's sides part."""
+        """Raises ConfigError with the place where a row's sides begin to differ."""
         kind, toy, rounded = row.kind, self.toy, row in IN_16_BITS
         how, way_out, operator = kind.how.format(**self.words), kind.way_out, self.operator(row, gap)
         if operator:
@@ -482,7 +484,7 @@ class Check:
                           f"({gap.usual:.0e} is usual, {gap.allowed:.0e} allowed): {way_out}")
 
     def operator(self, row, gap):
-        """The operator without whose fast body a row's sides agree, or None."""
+        """The operator whose plain body would make a row's sides agree, or None."""
         if row.kind in (RANDOM, ALWAYS_RANDOM, COMPILED):
             return None
         asked = set()
@@ -501,8 +503,8 @@ class Check:
         return operator if best < gap.excess / 2 else None
 
     def module(self, row):
-        """The place at which a row's sides part: the first module that is given the same and returns something else, or
-        the last one with a gradient that differs."""
+        """The place where a row's sides begin to differ: the first module whose output differs for the same input, or
+        the last one whose gradient differs."""
         toy = self.toy
         if row.kind.how == STATES.how and is_packed(toy):
             toy.config.documents = "join"
@@ -518,15 +520,15 @@ class Check:
         best = max(ratios.values(), default=0.0)
         if best > 10:
             name = next(name for name, ratio in ratios.items() if ratio > best / 4)
-            inside = [inner for inner, ratio in ratios.items()  # given what was rounded before, but as wrong
+            inside = [inner for inner, ratio in ratios.items()  # with rounded input, but as large an error
                       if inner.startswith(f"{name}.") and ratio > 10 and errors[inner] > errors[name] / 2]
             return self.place_of((inside or [name])[0])
         wrong = [gap.name for gap in self.gaps(row, self.measured) if gap.excess > 1]
         return self.place_behind(wrong if max(errors.values(), default=0.0) < LEAST else [])
 
     def calls(self, side):
-        """{name: (what it was given, what it returned)} at each call, of all modules that are not PyTorch's, in the
-        order in which they return."""
+        """{name: (its inputs, its outputs)}, a list each, of all modules that are not PyTorch's, in the order in which
+        they return."""
         calls, hooks = {}, []
 
         def note(name, module, args, out):
@@ -549,15 +551,14 @@ class Check:
         return place(module.forward) + (f" ({module.__name__})" if ".mixer" in name else "")
 
     def place_behind(self, wrong):
-        """The place from which the backward went wrong: the mixer of the last branch with a gradient among `wrong`, or
-        the model."""
+        """Where the backward went wrong: the mixer of the last branch with a gradient among `wrong`, or the model."""
         behind = [name for name, _ in self.toy.branches() if any(f" {name}." in tensor for tensor in wrong)]
         if not behind or "the loss" in wrong or "the gradient of norm.weight" in wrong:
             return place(type(self.toy).forward)
         return self.place_of(f"{behind[-1]}.mixer")
 
     def refuse_nan(self):
-        """Raises ConfigError if neither kernels nor plain operators compute numbers."""
+        """Raises ConfigError if both the kernels and the plain operators compute nan."""
         values = self.value(TRAINS)
         wrong = [name for name, a in values.items() if a.abs().max() >= NAN]
         if not wrong or all(a.abs().max() < NAN for a in self.value(PLAIN).values()):
@@ -565,22 +566,22 @@ class Check:
         calls = self.calls(TRAINS)
         names = [name for name, (_, returned) in calls.items() if not all(a.isfinite().all() for a in returned)]
         where = self.place_of(names[0]) if names else self.place_behind(wrong)
-        raise ConfigError("self-check: the loss of a small version of this model is nan, or its gradient has no numbers"
-                          f": see {where}: correct that, or {OFF}")
+        raise ConfigError("self-check: the loss of a small version of this model or its gradient is nan: "
+                          f"see {where}: correct that, or {OFF}")
 
 
 def branch_of(name):
-    """Of a tensor's name, "the gradient of layers.0.branches.1"."""
+    """The part of a tensor's name before its mixer: "the gradient of layers.0.branches.1"."""
     return name.partition(".mixer.")[0]
 
 
 def exact(a):
-    """In float64 on the CPU, and a large number for what is none."""
+    """`a` in float64 on the CPU, with NAN in place of nan and inf."""
     return a.detach().double().cpu().nan_to_num(NAN, NAN, NAN)
 
 
 def differences(got, wanted, only=""):
-    """{name: error}, |got - wanted| / |wanted| in the 2-norm, over the names that both have, or only one of them."""
+    """{name: |got - wanted| / |wanted|} in the 2-norm, for the names that both have, or for one of them (`only`)."""
     names = [name for name in got if name in wanted and only in (name, "")]
     floor = 1e-30 + 1e-6 * max([float(wanted[name].norm()) for name in names if name != LOGITS], default=0.0)
     return {name: float((got[name] - wanted[name]).norm() / (wanted[name].norm() + floor))  # gradients may be rounding
@@ -592,14 +593,14 @@ def root_mean_square(errors):
 
 
 def apart(one, other, kind):
-    """How far tensors (B, T, d), in pieces of T or not, are apart where they should be equal; 0 if they cannot be
-    compared."""
+    """The difference between tensors (B, T, d), whole or in pieces of T, where they should be equal; 0 if they cannot
+    be compared."""
     if one[0].dim() != 3:
         return 0.0
     a, b = exact(torch.cat(one, 1)), exact(torch.cat(other, 1))
     T = min(a.shape[1], b.shape[1])
-    part = slice(T) if kind is ROWS else slice(-T, -1)  # the last token may be another
-    rows = min(len(a), len(b)) - (kind is ROWS)  # and the first row
+    part = slice(T) if kind is ROWS else slice(-T, -1)  # the last token may differ
+    rows = min(len(a), len(b)) - (kind is ROWS)  # and so may the first row
     a, b = a[-rows:, part], b[-rows:, part]
     return differences({"": a}, {"": b})[""] if a.shape == b.shape else 0.0
 
@@ -613,7 +614,7 @@ def place(function):
 
 
 def described(error):
-    """'IndexError: index 1 is out of range (model.py, line 439)', in the project's own file."""
+    """'IndexError: index 1 is out of range (model.py, line 439)', with the last line in the project's own files."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)
               if ROOT in Path(frame.filename).parents and "site-packages" not in frame.filename]
     where = f" ({Path(frames[-1].filename).relative_to(ROOT)}, line {frames[-1].lineno})" if frames else ""

@@ -10,9 +10,9 @@ from initialisation import seed_device
 from kernels import linear_attention, ops
 
 T = {False: 41, True: 23}  # tokens in each of a toy's two rows; True: of packed documents
-CUTS = (1, 12, 13)  # where pieces begin that are read through the state; the last one outgrows the first cache
+CUTS = (1, 12, 13)  # where the pieces read through the state begin; the last one outgrows the first cache
 DOCUMENTS = ([1, 2, 7, 13], [7, 1, 2, 13])  # lengths of the documents in each row
-IN_ONE = {(ops, "PIECE"): 1024}  # plain loops without recomputation, which imports torch._dynamo: 2 seconds of CPU
+IN_ONE = {(ops, "PIECE"): 1024}  # plain loops in one piece: recomputing would import torch._dynamo, 2 seconds of CPU
 SIZES = dict(n_embd=32, n_head=2, vocab_size=64, mlp_multiple=16, block_size=256, window=8)
 
 
@@ -42,7 +42,7 @@ def constants(values):
 
 
 def sizes_to_try(model):
-    """Settings of toys: small; as wide as two heads; with the model's own sizes; and with all of its layers."""
+    """Settings of toys to try in turn: small; as wide as two heads; with the model's own sizes; with all its layers."""
     if hasattr(model, "toy"):
         return [{}]
     two_heads = 2 * (model.config.n_embd // model.config.n_head)
@@ -53,8 +53,8 @@ def sizes_to_try(model):
 
 
 def toy_of(model, device, backend, whole=False, **sizes):
-    """A small model of the same code, in training mode: of its layers those at the first and the last place of each
-    family, unless `whole`. `kept` are their numbers in the model. It has the same weights with every backend."""
+    """A small model of the same code, in training mode, with the first and the last layer of each family, or with all
+    if `whole`. `kept`: their indices in the model. It has the same weights with every backend."""
     torch.manual_seed(0)
     if hasattr(model, "toy"):
         toy = model.toy(backend)
@@ -74,8 +74,8 @@ def toy_of(model, device, backend, whole=False, **sizes):
 
 @torch.no_grad()
 def scattered(toy):
-    """The toy, its weights scattered as training would, so that no branch is too small or symmetric to show an edit. A
-    small embedding and a large last norm reveal a different eps, or a cap on the logits."""
+    """The toy with randomised weights, as after training, so that no branch is too small or symmetric to show an edit.
+    A small embedding and a large last norm reveal a different eps, or a cap on the logits."""
     for name, p in toy.named_parameters():
         if name == "norm.weight":
             p.mul_(30)
@@ -109,8 +109,8 @@ def batch_of(toy):
 
 @contextlib.contextmanager
 def repeated(model):
-    """In this context the model draws the same random numbers every time; then its buffers are as they were. Yields a
-    list, which is not empty afterwards if it drew some or changed one."""
+    """In this context the model draws the same random numbers every time; afterwards its buffers are restored. Yields a
+    list that is not empty afterwards if the model drew random numbers or changed a buffer."""
     changed, p = [], next(model.parameters())
     seed_device(p, 1)
     random, buffers = random_state(p), [(m, *named, named[1].clone()) for m in model.modules()
@@ -126,7 +126,7 @@ def repeated(model):
 
 
 def random_state(p):
-    """Of PyTorch, for the CPU and the parameter's device."""
+    """PyTorch's random state on the CPU and on the parameter's device."""
     states = [torch.get_rng_state()]
     if p.is_cuda:
         states.append(torch.cuda.get_rng_state(p.device))

@@ -48,7 +48,7 @@ class CheckpointError(ConfigError):
 
 
 def in_order(tensors):
-    """{name: tensor} in the order in which a file stores them, which keeps every tensor aligned."""
+    """{name: tensor} in the order of the file, which keeps every tensor aligned."""
     return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
 
 
@@ -128,7 +128,7 @@ def load(path, prefix=""):
 
 
 def none_here(place):
-    """Words for a place without a checkpoint, with the newest runs beside it and in out/ that do have one."""
+    """Says that `place` has no checkpoint, and names the newest runs that do, beside it and in out/."""
     there = [path for folder in (place.parent, Path("out")) for path in folder.glob(f"*/{NEWEST}") if path.is_file()]
     newest = sorted({path.resolve(): path for path in there}.values(), key=os.path.getmtime, reverse=True)
     runs = ", ".join(str(path.parent) for path in newest[:3])
@@ -152,7 +152,7 @@ def _read_header(f):
 
 
 def _in_header(path, read):
-    """read(a checkpoint's header), without a look at the rest. Raises CheckpointError."""
+    """read(a checkpoint's header), without reading the rest. Raises CheckpointError."""
     try:
         with open(regular(path), "rb") as f:
             return read(_read_header(f)[1])
@@ -161,7 +161,7 @@ def _in_header(path, read):
 
 
 def checksum(path):
-    """The CRC-32 in a checkpoint's header, which tells it from others. Raises CheckpointError."""
+    """The CRC-32 in a checkpoint's header, which identifies it. Raises CheckpointError."""
     return _in_header(path, lambda header: str(header["crc32"]))
 
 
@@ -186,7 +186,7 @@ def candidates(folder):
 
 
 def steps(folder):
-    """{step: path} of a run's checkpoints, the best only where no other is of its step. They may be damaged: `load`
+    """{step: path} of a run's checkpoints; the best counts only if no other has its step. They may be damaged: `load`
     checks that."""
     paths = {}
     for path in candidates(folder):
@@ -219,10 +219,10 @@ def load_first(paths, weights=False):
 
 
 class Initial:
-    """The checkpoint whose weights a run with init_from begins with, or with eval_only those that it evaluates.
+    """The checkpoint whose weights a run starts from (init_from) or evaluates (eval_only).
 
-    fields: of a dataclass, the settings of the model. Those that neither a file nor the command line gave become the
-    checkpoint's. A run that resumes takes them from its own checkpoint, and no weights. Raises ConfigError.
+    fields: the dataclass fields of the model's settings. Those that neither a file nor the command line gave are taken
+    from the checkpoint. A run that resumes takes them from its own checkpoint, and no weights. Raises ConfigError.
     """
 
     def __init__(self, config, fields=()):
@@ -240,7 +240,7 @@ class Initial:
             known = [field for field in fields if field.name in settings or field.name != "dataset"]
             for name, value in settings_of(settings, known).items():
                 now = getattr(config, name)
-                if value == now or name == "backend":  # the machine's
+                if value == now or name == "backend":  # depends on the machine
                     continue
                 if name in config.overrides:
                     self.changed.append(f"{name} was {value!r}, is {now!r}")
@@ -276,7 +276,7 @@ class Initial:
             if trained and given:
                 names = f"{self.meta.get('tokenizer')!r}, {data.meta.get('tokenizer')!r}"
                 raise ConfigError(f"{origin}: its {key} differs from that of {config.dataset} ({names}): these weights "
-                                  "were trained with a different vocabulary: give a --dataset of theirs")
+                                  "were trained with a different vocabulary: give a --dataset that uses it")
         with fitting(origin):
             step = self.meta["step"] + 0  # a TypeError unless it is a number
             if wrong := misfit(self.weights, model):
@@ -322,7 +322,7 @@ class CheckpointManager:
             self._delete_old(self.newest_step)
 
     def _delete_old(self, newest_step):
-        """Delete checkpoints that are too old, or from steps after the newest, if the run went back."""
+        """Delete checkpoints that are too old, and, if the run went back, those from later steps than the newest."""
         there = _earlier(self.folder)
         kept = [step for step in there if step < newest_step][:self.keep - 1]
         for step in there.keys() - {*kept} - self.kept_steps:
@@ -412,8 +412,8 @@ def fitting(path):
 
 
 def misfit(weights, model):
-    """A line about the first tensor of a state_dict that does not fit the model; None if all fit. What get_extra_state
-    returns may be anything, and of any shape."""
+    """A line about the first tensor of a state_dict that does not fit the model; None if all fit. The value of
+    get_extra_state may be of any type and shape."""
     saved, expected = _shapes(weights), _shapes(model.state_dict())
     for name in {**expected, **saved}:
         before, now = saved.get(name, "missing"), expected.get(name, "missing")
@@ -427,7 +427,7 @@ def _shapes(state):
 
 def rng_state():
     """The state of every random generator, for flatten: Python, NumPy, PyTorch on the CPU and on this process's GPU, if
-    any (a list). All ranks draw alike, each on its own GPU, so that of rank 0 is everybody's."""
+    any (a list). All ranks draw the same numbers, each on its own GPU, so rank 0's state serves for all."""
     name, key, *rest = np.random.get_state()
     cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
     return {"python": random.getstate(), "numpy": (name, torch.from_numpy(key), *rest),

@@ -1,5 +1,5 @@
-"""A run's processes: devices, torchrun's process group, the training step across them, and what happens when one of
-them does not answer.
+"""A run's processes: devices, torchrun's process group, the training step across processes, and what happens when one
+does not answer.
 
     torchrun --standalone --nproc_per_node=8 train.py config/longhorn_350m.py
     torchrun --standalone --nproc_per_node=8 train.py config/longhorn_1b3.py --parallel=fsdp --recompute=every_other
@@ -98,7 +98,7 @@ def named_device(name):
 def open_device(config):
     """This process's device. If torchrun started it, also joins the process group.
 
-    config: device, timeout_minutes. Raises ConfigError for a missing device, Lost if not all processes come.
+    config: device, timeout_minutes. Raises ConfigError for a missing device, Lost if not all processes join.
     """
     device, world = named_device(config.device), env_int("WORLD_SIZE", 1, least=1)
     if device.type == "cuda":
@@ -140,14 +140,14 @@ def pick_dtype(name, device):
 
 
 def keep_freed_memory(keep=True):
-    """Keep freed activations in the process: returned to the OS, they cost a page fault per 4 KB in every step. Or
-    not, with shards: layers are gathered many times per step."""
+    """Keep freed activations in the process: returned to the OS, they cost a page fault per 4 KB in every step. With
+    shards we do not (keep=False), since layers are gathered many times per step."""
     if platform.libc_ver()[0] != "glibc":
         return
     mallopt = ctypes.CDLL(None).mallopt
     if not keep:
         mallopt(M_MMAP_THRESHOLD, 1 << 18)
-    elif mallopt(M_MMAP_THRESHOLD, 1 << 30) or mallopt(M_MMAP_THRESHOLD, 1 << 25):  # the limit before 2.35
+    elif mallopt(M_MMAP_THRESHOLD, 1 << 30) or mallopt(M_MMAP_THRESHOLD, 1 << 25):  # the limit before glibc 2.35
         mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
@@ -172,9 +172,9 @@ def join(backend, wait):
 def new_store_prefix(store, rank, world, wait):
     """A prefix of the store that no earlier attempt wrote to.
 
-    torchrun keeps one store across restarts, and PyTorch 2.13 puts every attempt's addresses under the same names: a
-    process that reads before another one has written would connect to a dead process. So every process asks under a
-    fresh name, and rank 0 answers until every process has read the answer.
+    torchrun keeps one store across restarts, and PyTorch 2.13 stores every attempt's addresses under the same names: a
+    process that reads too early would connect to a dead process. So every process asks under a fresh name, and rank 0
+    answers until every process has read the answer.
     """
     name, until = uuid.uuid4().hex, time.monotonic() + wait.total_seconds()
     store.set(f"longhorn/asks/{rank}", name)
@@ -210,8 +210,8 @@ def prepare_layers(model, config):
 def shard(model, config, device):
     """Apply FSDP2's fully_shard: each layer is gathered whole and in float32, everything else belongs to the root.
 
-    A layer's hooks stand around its forward, which torch.compile then makes one graph of; hooks around each linear map,
-    to gather those alone in bfloat16, would cut it into seven. Rounding all of a layer would change a scan's own
+    With hooks around a layer's forward, torch.compile makes it one graph; hooks around each linear map, to gather only
+    those in bfloat16, would cut it into seven. Gathering the whole layer in bfloat16 would round a scan's own
     parameters. Raises ConfigError for a model or a number of processes that cannot be sharded.
     """
     from torch.distributed.fsdp import fully_shard
@@ -247,7 +247,7 @@ def open_mesh(config, device):
 
 
 def whole(t):
-    """The full tensor of a sharded one; all processes must call this. Other tensors are returned unchanged."""
+    """The full tensor, if t is sharded; all processes must call this. Other tensors are returned unchanged."""
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
@@ -288,7 +288,7 @@ def parallelize(model, config, data):
         ids = [device.index] if device.type == "cuda" else None
         forward = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
         # DDP reorders its buckets after the first backward that synchronises, and gradients added in another order
-        # differ in the last bit. A resumed run must be bit-identical, so the first backward is not that of a step.
+        # differ in the last bit. A resumed run must be bit-identical, so the first backward must not belong to a step.
         x, y, _ = next(iter(data.micro_batches(0, rank(), world_size(), config.micro_batch_size)))
         with autocast(config, device):
             first_loss = forward(x, y, loss_only=True)[1]
@@ -304,11 +304,11 @@ def parallelize(model, config, data):
 
 
 def micro_batches(forward, config, data, step, signals):
-    """Yields this process's (x, y, weight). Only the backward of the last one averages gradients over processes. Raises
-    ConfigError after the first step if weights are no shares.
+    """Yields this process's (x, y, weight). Only the last one's backward averages gradients over processes. Raises
+    ConfigError after the first step if a weight is not the micro-batch's share of the targets (see `train`).
 
-    A process that is alone and asked to stop drops the step: it sets signals.dropped, and random generators are as they
-    were before the step. Not if the model has buffers, which its forward may have changed.
+    If a single process is asked to stop, it drops the step: it sets signals.dropped and restores the random generators.
+    It finishes the step if the model has buffers, since its forward may have changed them.
     """
     before = saved.rng_state()
     may_drop = world_size() == 1 and next(forward.buffers(), None) is None
@@ -333,7 +333,7 @@ def micro_batches(forward, config, data, step, signals):
 
 
 def targets_in(y):
-    """Of integers those that are not -1; else rows."""
+    """The number of targets: integers other than -1, or for floats rows."""
     integers = torch.is_tensor(y) and not y.is_floating_point()
     return int((y != -1).sum()) if integers else len(y)
 
@@ -344,8 +344,8 @@ def check_shares(shares):
     total = float(sum_over_ranks(counted, shares[0][2]))
     for weight, targets, _ in shares:
         if not math.isclose(weight, targets * world_size() / max(total, 1), rel_tol=1e-3):
-            raise ConfigError(f"micro_batches: the weight of {targets} targets is {weight:g}, of {total:g} in the step "
-                              f"on {world_size()} processes: weight them by targets x processes / targets in the step")
+            raise ConfigError(f"micro_batches: weight {weight:g} for {targets} of {total:g} targets in the step on "
+                              f"{world_size()} processes: it must be targets x processes / targets in the step")
 
 
 def autocast(config, device):
@@ -423,10 +423,10 @@ def resume_command(*changes):
 
 
 def leave():
-    """Destroy the process group, after the last reference to DistributedDataParallel is gone. If DDP were the group's
-    last owner, it would deadlock: it waits for gloo's threads while it holds the GIL, which they need."""
+    """Destroy the process group once nothing refers to DistributedDataParallel any more. If DDP were the group's last
+    owner, it would deadlock: it waits for gloo's threads while it holds the GIL, which they need."""
     if dist.is_initialized():
-        barrier()  # or a process whose gloo threads are still writing to another one would be aborted
+        barrier()  # else a process whose gloo threads still write to another one would be aborted
         gc.collect()  # an exception's reference cycle may keep main's frame alive
         dist.destroy_process_group()
 

@@ -24,25 +24,25 @@ from common.files import writing_to
 from runtime import checkpoint, distributed, records
 from runtime.distributed import resume_command
 
-# Settings that may change on resume: none of them changes a loss beyond rounding. Everything else is refused.
+# Settings that may change on resume, because they change a loss only by rounding. Everything else is refused.
 MAY_CHANGE_ON_RESUME = {
     "out_dir", "resume", "micro_batch_size", "eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size",
     "log_interval", "checkpoint_interval", "keep_checkpoints", "keep_steps",
     "wandb", "wandb_project", "wandb_run_name", "device", "compile", "graphs", "parallel", "recompute", "max_bad_steps",
     "backend", "loss_from_logits", "self_check", "timeout_minutes",
     "workers",  # of image runs
-    "branch",  # used only if there is no checkpoint
+    "branch",  # used only without a checkpoint
     "dataset",  # compared by the hash of its content instead
     "max_iters",  # if the learning rates of the steps already done do not change
 }
 COMPARED_OVER = ("eval_tokens", "eval_block_size")  # a loss over different tokens cannot be compared with the best
-LOCK_SECONDS = 300  # to wait, at most, for the process that we resume: it may still be saving
+LOCK_SECONDS = 300  # the longest wait for the process whose run we resume: it may still be saving
 SAVED = ("seconds", "skipped", "bad", "best_val_loss", "ended", "code_versions", "wandb_id")
 
 
 @dataclass
 class Progress:
-    """A run's own counters. Those of SAVED are in every checkpoint."""
+    """A run's own counters. Those in SAVED are in every checkpoint."""
 
     max_iters: int
     seconds: float = 0.0  # of training until the run was resumed
@@ -52,7 +52,7 @@ class Progress:
     ended: bool = False  # an evaluation said "stop"
     code_versions: list = field(default_factory=list)
     wandb_id: str | None = None
-    clock: float = 0.0  # time.perf_counter() when it was resumed
+    clock: float = 0.0  # time.perf_counter() when the run was resumed
 
     def at_end(self, done):
         """True if the run ends after `done` steps."""
@@ -127,7 +127,7 @@ class Folder:
     def resume(self, optimizers, schedule, counts):
         """Restore the newest intact checkpoint, if the run continues or branches, and open the records: a Found.
 
-        counts: what config.json shall say about the model. Raises ConfigError if the checkpoint is another run's.
+        counts: what config.json says about the model. Raises ConfigError if the checkpoint belongs to another run.
         """
         config = self.config
         self.optimizers = optimizers
@@ -135,7 +135,7 @@ class Folder:
         self.manager = checkpoint.CheckpointManager(self.out, config.keep_checkpoints, self.kept_steps)
         found = Found(self.progress, self.derived(counts))
         if self.is_main:
-            found.environment = records.environment()  # it may raise: before anything is moved
+            found.environment = records.environment()  # may raise, so call it before moving files
         checkpoints = checkpoint.candidates(self.out)
         self.continues = config.resume != "never" and bool(checkpoints)
         path, meta = None, {}
@@ -157,14 +157,14 @@ class Folder:
         return found
 
     def restore_first(self, checkpoints, schedule):
-        """Restore the run's newest intact checkpoint, or the trunk's: (its path, its meta, lines for the screen)."""
+        """Restore the newest intact checkpoint of the run or its trunk: (its path, its meta, lines for the screen)."""
         if not self.continues:
             checkpoints = [branch_point(self.config, self.out)]
         path, tensors, meta, damaged = checkpoint.load_first(checkpoints)
         with checkpoint.fitting(path):
             if self.continues:
                 self.keep_more_steps(numbers_in(meta["config"].get("keep_steps", "")))
-            else:  # a branch has all of its trunk's weights, whatever that began with
+            else:  # a branch has all of its trunk's weights, whatever init_from says
                 meta["config"]["init_from"] = self.config.init_from
             changes = self.compare(path, meta, schedule)
         if self.is_main and meta.get("file_times") != getattr(self.data, "file_times", None):
@@ -177,7 +177,7 @@ class Folder:
         return path, meta, notes
 
     def keep_more_steps(self, steps):
-        """What was kept on purpose stays, also if keep_steps is not given again."""
+        """Checkpoints kept on purpose stay, even if keep_steps is not given again."""
         self.kept_steps |= steps
         self.config.keep_steps = ",".join(map(str, sorted(self.kept_steps)))
 
@@ -208,7 +208,7 @@ class Folder:
         return [f"{key} was {before[key]!r}, is {now[key]!r}" for key in changed]
 
     def keep_warmup(self, before):
-        """A run that is extended keeps its warmup, 5% of the first max_iters, where none is given."""
+        """An extended run keeps its warmup, 5% of its first max_iters, unless warmup_iters is given."""
         config = self.config
         if config.warmup_iters >= 0:
             return
@@ -239,7 +239,7 @@ class Folder:
             self.manager.on_resume(path, meta)
 
     def check_ranks_agree(self, step):
-        """Raises ConfigError, with the value on each rank, unless all continue one step with one code and data."""
+        """Raises ConfigError, with each rank's value, unless all ranks have the same step, code and data."""
         ours = {"step": step, "dtype": self.config.dtype, "data": self.data.identity, **records.files_at_start}
         seen = distributed.all_gather(ours)
         for name in sorted(set().union(*seen)):
@@ -249,14 +249,14 @@ class Folder:
                                   "be the same on every node")
 
     def is_result_of(self, meta):
-        """True if result.json is undamaged and of this checkpoint's run; otherwise it is made again."""
+        """True if result.json is undamaged and belongs to this checkpoint's run; otherwise it is made again."""
         best = meta["best_val_loss"] if math.isfinite(meta["best_val_loss"]) else None
         ours = {"steps": meta["step"], "seed": meta["config"]["seed"], "best_val_loss": best,
                 "code": meta["code_versions"][-1]}
         return ours.items() <= self.record("result.json").items()
 
     def began_before(self):
-        """True if out_dir holds records of this same run, killed before its first checkpoint. It then starts over."""
+        """True if out_dir holds records of this same run, killed before its first checkpoint: it then starts over."""
         if self.config.resume != "auto" or (self.out / "result.json").exists():
             return False
         config = self.record("config.json").get("config")
@@ -308,7 +308,7 @@ class Folder:
     def save_if_due(self, step, val_loss, stopping):
         """Save every checkpoint_interval steps or after an evaluation, at the end, and when asked to stop.
 
-        val_loss: of this step's evaluation, by which the best checkpoint is chosen; None if there was none.
+        val_loss: from this step's evaluation, to choose the best checkpoint; None if there was none.
         """
         interval, done = self.config.checkpoint_interval, step + 1
         last = stopping or self.progress.at_end(done)

@@ -3,9 +3,9 @@
     python train.py config/longhorn_120m.py --compile --micro_batch_size=8 --graphs
 
 A graph reads x and y from fixed tensors, and adds gradients at fixed addresses. Clipping and the optimiser's step stay
-as they are. So does a micro-batch of another shape or weight than the first, and with ddp the last of each step, whose
-backward averages gradients. At the start the first micro-batch is both computed and replayed: the losses must be equal.
-If its loss or gradients are not finite, that of the next step is recorded.
+outside. So does a micro-batch whose shape or weight differs from the first one's, and with ddp the last of each step,
+whose backward averages gradients. The first micro-batch is both computed and replayed: the losses must be equal. If
+its loss or gradients are not finite, the next step's is recorded instead.
 """
 
 import torch
@@ -18,12 +18,12 @@ from runtime import checkpoint, distributed
 
 GPU = "cuda"
 WARM_UPS = 3  # micro-batches before a graph is recorded: libraries load, compile and tune in the first
-TOLERANCE = 1e-3  # of the gradients' norm: PyTorch's attention adds some of them in any order
+TOLERANCE = 1e-3  # relative to the gradients' norm: PyTorch's attention sums in no fixed order
 
 
 def replayed(compute, model, config, say=distributed.say):
-    """compute(x, y, weight) -> loss, which adds to the model's gradients, or with config.graphs a Graph of it. If there
-    can be none, `say` gets the reason."""
+    """compute(x, y, weight) -> loss, which adds to the model's gradients; with config.graphs, a Graph of it. If graphs
+    cannot be used, `say` gets the reason."""
     if not config.graphs:
         return compute
     reason = why_not(model, config)
@@ -52,7 +52,7 @@ class Graph:
 
     def __init__(self, compute, model):
         self.compute, self.model = compute, model
-        self.kind = None  # of the micro-batches that are replayed
+        self.kind = None  # (x's shape, y's shape, weight) of the micro-batches that are replayed
         self.gradients = {}  # parameter -> its gradient, at one address from the first micro-batch on
 
     def __call__(self, x, y, weight):
@@ -78,9 +78,9 @@ class Graph:
         return self.loss
 
     def record(self, x, y, weight):
-        """Record the graph, and compare it with `compute`, unless this micro-batch is not finite. There must be no
-        gradients, and those after it are zero; random generators are as they were. Raises ConfigError if there can be
-        no graph, or it computes something else."""
+        """Record the graph and compare it with `compute`, unless this micro-batch is not finite. There must be no
+        gradients before; afterwards they are zero, and random generators are as they were. Raises ConfigError if the
+        model cannot be recorded, or if the graph computes something else."""
         before = checkpoint.rng_state()
         side = cuda.Stream()
         side.wait_stream(cuda.current_stream())
@@ -120,7 +120,7 @@ class Graph:
         self.kind = x.shape, y.shape, weight
 
     def start_anew(self, generators):
-        """Gradients of zero, and these states of random generators."""
+        """Set the gradients to zero and restore the random generators."""
         self.model.zero_grad(set_to_none=True)
         self.hold_gradients()
         checkpoint.set_rng_state(generators)

@@ -33,7 +33,7 @@ from common.errors import ConfigError, regular
 from common.files import replacing, write_text
 
 MOVING = "earlier-being-moved"  # see move_aside
-# Files that do not affect a run's numbers: plots, reports, task evaluation, and programs that start runs.
+# Files that do not affect a run's numbers: plots, reports, task evaluation, programs that start runs.
 NO_TRACE = ("runtime/loss_curve.py", "tests/", "tools/", "bench/", "sample.py", "evaluate.py", "export.py",
             "evaluation/tasks.py", "evaluation/harness.py", "experiments/sweep.py", "experiments/compare.py",
             "experiments/report.py", "experiments/fit.py", "experiments/figures.py", "experiments/records.py",
@@ -65,7 +65,7 @@ def read_json(path):
     name = os.path.basename(path)
     try:
         text = regular(path).read_bytes()
-        if b"\\ud" in text.lower():  # halves of characters, as of a file's name that is not UTF-8, become ?
+        if b"\\ud" in text.lower():  # half characters, as from a file name that is not UTF-8, become ?
             text = json.dumps(json.loads(text), ensure_ascii=False).encode(errors="replace")
         return {**json.loads(text)}
     except FileNotFoundError:
@@ -155,8 +155,8 @@ def _read_lines(folder):
 
 
 def log_until(folder, step, crc32=None):
-    """([the lines of log.jsonl up to `step`, as bytes], their CRC-32, a phrase about damaged lines, or about a CRC-32
-    that is not that of the checkpoint; "" if all is well)."""
+    """([the lines of log.jsonl up to `step`, as bytes], their CRC-32, what is wrong). The last is a phrase about
+    damaged lines or a CRC-32 that differs from the checkpoint's; "" if all is well."""
     path = Path(folder) / "log.jsonl"
     events, damaged = _read_lines(folder)
     lines = [json.dumps(event).encode() for event in events if event["step"] <= step]
@@ -173,7 +173,8 @@ class Log:
     """Appends events to log.jsonl. Opening it at `step` first drops events that a killed run logged after that step.
 
     `unwritten` holds lines that the disk refused, for example because it is full: the next write retries them in order.
-    `crc32`: of all lines, for the checkpoint. `damage`: what `log_until` finds wrong, and where the old file is kept.
+    `crc32`: the checksum of all lines, for the checkpoint. `damage`: what `log_until` finds wrong, and where the old
+    file is kept.
     """
 
     def __init__(self, folder, step=0, crc32=None):
@@ -219,8 +220,8 @@ class Log:
 
 
 def loaded_files():
-    """Paths, relative to the repository's root, of its files that this process has imported: as they are named and, of
-    a link, the target too. None of installed packages."""
+    """The repository's files that this process has imported, as paths relative to its root; for a link, its target
+    too. Installed packages are left out."""
     found = set()
     for module in list(sys.modules.values()):
         # plain getattr() would import what a lazy module stands for, such as all of transformers
@@ -229,7 +230,7 @@ def loaded_files():
             continue
         for path in (os.path.abspath(file), os.path.realpath(file)):
             name = os.path.relpath(path, ROOT)
-            if name[0] != ".":  # neither outside nor hidden
+            if name[0] != ".":  # not outside the repository, and not hidden
                 found.add(name)
     return found
 
@@ -237,13 +238,13 @@ def loaded_files():
 def code_identity():
     """The code that this process runs: {"code": "v2" and 10 hex digits, "code_files": {path: 12 hex digits}}.
 
-    It hashes the content of every project file that is loaded by now, wherever it was imported, also a user's own, and
-    the native sources, except NO_TRACE and empty files. An edited README or plot, or another commit with the same
-    sources, keeps the identity; an edited mixer changes it.
+    It hashes the content of the native sources and of every project file loaded by now, a user's own included, but not
+    NO_TRACE and empty files. An edited README or plot, or another commit with the same sources, keeps the identity; an
+    edited mixer changes it.
     """
     files = {}
     for name in sorted(loaded_files().union(NATIVE_SOURCES)):
-        if not name.startswith(NO_TRACE) and (ROOT / name).exists():  # PyTorch names some that do not
+        if not name.startswith(NO_TRACE) and (ROOT / name).exists():  # PyTorch names some that do not exist
             content = (ROOT / name).read_bytes()
             if content:
                 files[name] = hashlib.sha256(content).hexdigest()[:12]
@@ -257,8 +258,8 @@ def changed_files(before, now):
 
 
 def code_version():
-    """{"commit": of this checkout, "uncommitted_changes"}; None if git does not know. $LONGHORN_COMMIT names the commit
-    of a copy without .git. Changes in results/, where measurements are written, do not count."""
+    """{"commit": of this checkout, "uncommitted_changes"}; None without git. $LONGHORN_COMMIT names the commit of a
+    copy without .git. Changes in results/, where measurements are written, do not count."""
     def git(*args):
         run = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True)
         return run.stdout.strip() if run.returncode == 0 else None
@@ -273,7 +274,7 @@ def code_version():
 
 def environment():
     """This process's code, commit, versions, machine and command, for config.json. Raises ConfigError if a file was
-    edited since the program was launched: it runs with what was imported before."""
+    edited since the program was launched, because the old version runs."""
     import torch
 
     identity = code_identity()

@@ -1,6 +1,6 @@
-"""On SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 (Slurm's warning) a run says at once that it finishes the micro-batch; with
-several processes, or if the model has buffers, the step. Then it saves and exits. On a second SIGINT or SIGTERM it
-exits at once."""
+"""On SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 (Slurm's warning) a run says at once that it will finish the micro-batch, or
+the step if there are several processes or the model has buffers. Then it saves and exits. On a second SIGINT or SIGTERM
+it exits at once."""
 
 import contextlib
 import os
@@ -9,9 +9,9 @@ import signal
 import threading
 import time
 
-# What comes within it is one request: `timeout` signals a process and then its group.
+# Signals this close together are one request: `timeout` signals a process and then its group.
 ONE_REQUEST_SECONDS = 0.05
-# They send SIGTERM again and again; only a SIGINT ends their processes at once.
+# Set by managers that send SIGTERM again and again; under them only a second SIGINT ends a process at once.
 MANAGERS = {"TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"}
 
 
@@ -20,10 +20,10 @@ class Signals:
     because Python's own handlers wait until an operation of PyTorch or a collective returns.
 
     requested: this process was asked to stop. stopping: any process was; `agree` (runtime/distributed.py) sets it on
-    all of them, so that they stop after the same step. dropped: a process that is alone has left its step.
+    all of them, so that they stop after the same step. dropped: a single process has left its step unfinished.
     """
 
-    asked_at = None  # when a signal came, of this process's current Signals, see data/images.py
+    asked_at = None  # time of this process's first signal, or None; see data/images.py
 
     def __init__(self):
         self.requested = self.stopping = self.dropped = False
@@ -68,8 +68,8 @@ class Signals:
         os.close(reader)
 
     def __exit__(self, kind, error, trace):
-        """Give the signals back to Python. Not after an error: torchrun's SIGTERM would end this process before it says
-        which ranks did not answer."""
+        """Give the signals back to Python, but not after an error: torchrun's SIGTERM would then end this process
+        before it says which ranks did not answer."""
         if error is None:
             for number, handler in self.before.items():
                 signal.signal(number, handler)
@@ -80,7 +80,7 @@ class Signals:
 
 
 def write(line):
-    """A line on stderr, below a progress bar if there is one; once per machine."""
+    """Write a line to stderr, below a progress bar if there is one; once per machine."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         start = "\n" if os.isatty(2) else ""
         with contextlib.suppress(OSError):

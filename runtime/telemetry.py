@@ -17,7 +17,7 @@ from runtime.distributed import resume_command
 from runtime.loss_curve import draw_loss
 from runtime.records import write_json
 
-PICTURE_SECONDS = 300  # between plots, each of which takes 0.3 s, the first 2 s more
+PICTURE_SECONDS = 300  # time between plots; one takes 0.3 s, the first 2 s more
 
 SHOWN = {"train_loss": "loss {:.4f}", "lr": "lr {:.2e}", "grad_norm": "norm {:.2f}", "mfu": "mfu {:.1%}",
          "tokens_per_second": "{:,} tokens/s"}  # on the screen; other numbers go by their own names
@@ -26,7 +26,7 @@ SHOWN = {"train_loss": "loss {:.4f}", "lr": "lr {:.2e}", "grad_norm": "norm {:.2
 class Telemetry:
     """`with Telemetry(config, device) as telemetry`: a run's output, from rank 0. `open` says where it begins.
 
-    val_loss: of the current step's evaluation, by which the best checkpoint is chosen; None without one.
+    val_loss: from the current step's evaluation, to choose the best checkpoint; None without one.
     """
 
     def __init__(self, config, device):
@@ -53,8 +53,8 @@ class Telemetry:
             distributed.say(text)
 
     def open(self, found, mixed_by, about_model=()):
-        """Begin where `found` (see folder.py) says, with a summary of the run, whose tokens are mixed_by an operator,
-        and further lines about_model."""
+        """Begin where `found` (see folder.py) says, and print a summary of the run. mixed_by: the operators that mix
+        tokens, in words; about_model: further lines."""
         self.progress, self.derived, self.log_file = found.progress, found.derived, found.log
         self.is_complete, self.done = found.is_complete, found.step
         notes = found.notes
@@ -70,7 +70,7 @@ class Telemetry:
         self.progress.clock = self.last_log_time = self.picture_time = time.perf_counter()
 
     def open_wandb(self, found):
-        """A resumed run keeps its id."""
+        """A resumed run keeps its id in Weights & Biases."""
         self.progress.wandb_id = self.progress.wandb_id or uuid.uuid4().hex[:8]
         settings = {**dataclasses.asdict(self.config), **found.derived}
         name = self.config.wandb_run_name or self.out.name
@@ -171,7 +171,7 @@ class Telemetry:
     def finish(self, evaluate):
         """Write result.json and return the last metrics; None if the run was stopped early or was finished before.
 
-        evaluate(): the metrics of the final evaluation, if a kill after it, before result.json, has lost them.
+        evaluate(): computes the final metrics again if a kill between the evaluation and result.json lost them.
         """
         if self.is_complete:
             self.say(f"{self.out} is already finished; to train again use --resume=never")
