@@ -14,12 +14,12 @@ LIBRARIES = "causal_conv1d", "fla", "flash_attn", "mamba_ssm"
 
 
 def pytest_configure():
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ending the tests shows what failed so far
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ending the tests shows what failed so far
 
 
 def pytest_collection():
-    """Hides other libraries' kernels, except from test_fused.py: transformers would run them on CPU tensors, and lets
-    out any error of their import."""
+    """Hides other libraries' kernels, except from test_fused.py: transformers would run them on CPU tensors, and does
+    not catch errors of their import."""
     if "TRITON_INTERPRET" not in os.environ:
         sys.modules.update(dict.fromkeys(LIBRARIES))
 
@@ -30,8 +30,8 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session")
 def nursery():
-    """A process that has imported everything, to fork from: `launch` starts runs in a twentieth of a
-    second."""
+    """A process that has imported everything, to fork from, so that `launch` starts a run in a twentieth of a second.
+    """
     import multiprocessing.forkserver  # not at the top: most tests do not fork
     from unittest import mock
 
@@ -46,7 +46,7 @@ def nursery():
 
 @pytest.fixture
 def launch(nursery, tmp_path_factory):
-    """launch(argv, world=1): a Run of faults.py; none outlives its test."""
+    """launch(argv, world=1): a Run of faults.py, killed at the end of its test."""
     from faults import Run
 
     runs = []
@@ -61,8 +61,7 @@ def launch(nursery, tmp_path_factory):
 
 @pytest.fixture
 def start(tmp_path):
-    """start(command): a process of its own in the root of the repository, its output in a file; none outlives its
-    test."""
+    """start(command): a process in the repository's root with its output in a file, killed at the end of its test."""
     import subprocess
 
     started = []
@@ -77,7 +76,7 @@ def start(tmp_path):
         return process
     yield start
     for process in started:
-        with contextlib.suppress(ProcessLookupError):  # what it started may still be there
+        with contextlib.suppress(ProcessLookupError):  # its own children may still be running
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
@@ -92,21 +91,21 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def out(tmp_path):
-    """The folder of a run, not made yet."""
+    """The folder for a run, not created yet."""
     return tmp_path / "run"
 
 
 @pytest.fixture(scope="session")
 def builds(tmp_path_factory):
-    """A folder for build._cached that the processes of these tests share: what one of them has compiled, all find."""
+    """A folder for build._cached that all test processes share, so that each source is compiled once."""
     mine = tmp_path_factory.getbasetemp()
     return (mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "builds"
 
 
 @pytest.fixture
 def library(monkeypatch):
-    """library(op, function): a stand-in for the package that has this operator, which runs on the CPU. library.said:
-    what is printed once."""
+    """library(op, function) puts a function for the CPU in place of the library's operator. library.said: the lines
+    printed by say_once."""
     from kernels import build, fused
 
     monkeypatch.setattr(fused, "GPU", "cpu")
@@ -126,7 +125,7 @@ def library(monkeypatch):
 
 @pytest.fixture
 def poison():
-    """PyTorch fills new memory with NaN in this mode: what a kernel does not write is seen."""
+    """In this mode PyTorch fills new memory with NaN, which reveals what a kernel does not write."""
     import torch  # not at the top: the tests of the configuration need no PyTorch
 
     before = torch.are_deterministic_algorithms_enabled()
@@ -138,7 +137,7 @@ def poison():
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """One thread: sums in the same order as in processes of one thread, and no waiting on a busy machine."""
+    """One thread, so that sums have the same order as in one-threaded processes and nothing waits on a busy machine."""
     import torch
 
     before = torch.get_num_threads()

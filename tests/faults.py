@@ -1,4 +1,4 @@
-"""Processes to hold, kill and disturb at a chosen place."""
+"""Holds, kills and disturbs processes at a chosen place."""
 
 import contextlib
 import datetime
@@ -25,7 +25,7 @@ from helpers import LONG, ROOT, arguments, assert_same_run, no_picture
 import model
 from runtime import checkpoint, distributed, telemetry
 
-# Notes when it began and ended, its GPU and its threads; saves `at` when asked to stop, and resumes from it.
+# A stand-in for a run: notes when it starts and ends and its environment, saves when asked to stop, and resumes.
 STAND_IN = textwrap.dedent(f"""
     import json, os, pathlib, signal, sys, time
     sys.path.insert(0, {str(ROOT)!r})
@@ -88,14 +88,14 @@ with main_error("driver"):
 
 
 def drive(start, folder, script, cells, cluster="", cluster_args="", jobs=2):
-    """A process that drives a sweep of cells {name: argv}; start: of conftest.py."""
+    """A process that drives a sweep of cells {name: argv}; start: the fixture in conftest.py."""
     return start([sys.executable, "-c", DRIVER.format(
         repo=str(ROOT), folder=str(folder), script=str(script), cells=cells, cluster=cluster, cluster_args=cluster_args,
         jobs=jobs)])
 
 
 def gated(folder, n=4):
-    """Cells of which the first two wait until there is a file `gate`."""
+    """Cells, the first two of which wait until the file `gate` exists."""
     return {f"c{i}": [f"--gate={folder}/gate"] if i < 2 else [] for i in range(n)}
 
 
@@ -112,14 +112,14 @@ def both_have(folder, name):
 
 CHAOS = bool(os.environ.get("LONGHORN_CHAOS"))
 LONG_FORM = pytest.mark.skipif(not CHAOS, reason="make chaos only")
-STEPS = 400 if CHAOS else 80  # of a run: one process takes 7 ms for each, two on two cores 20, four 40
+STEPS = 400 if CHAOS else 80  # of a run; a step takes one process 7 ms, two on two cores 20 ms, four 40 ms
 RUN = {**LONG, "max_iters": STEPS, "eval_interval": STEPS // 4, "checkpoint_interval": STEPS // 20, "dtype": "float32"}
-PATIENCE = 600  # seconds; only a hang takes so long, however busy the machine is
+PATIENCE = 600  # seconds; only a hang takes this long, however busy the machine is
 
 
 def child(argv, env, output, patches):
-    """train.py ARGV in a forked process, or patches["main"](ARGV); `patches` hold it at named places (see Holding),
-    make its memory small, or LM = patches["LM"](rank)."""
+    """train.py ARGV in a forked process, or patches["main"](ARGV). Other patches hold it at places (see Holding), limit
+    its memory, or set LM = patches["LM"](rank)."""
     os.environ.update(env)
     with open(output, "ab") as f:
         os.dup2(f.fileno(), 1), os.dup2(f.fileno(), 2)
@@ -142,15 +142,15 @@ def child(argv, env, output, patches):
 
 
 class Holding:
-    """Holds the process that makes one at places, [(kind, n), ...] in this order, until the test lets it go.
+    """Stops the process that creates it at places [(kind, n), ...], in this order, until the test lets it go on.
 
         step     between the backward and the optimiser's step, of the n-th step of the process
         write    in the middle of a checkpoint, at the n-th tensor that the process writes
         open     at the n-th opening of a file in `folder`
 
-    At place i a file held-i-RANK appears in `gates`, and go-i lets go. A process that starts when go-0 is there already
-    waits at place 1, and so on: a run that was killed is held at the next place after its restart. `patience`: seconds
-    that a process waits for the others from then on; before, a busy machine may take longer.
+    At place i it creates held-i-RANK in `gates` and waits for go-i. A process that starts when go-0 exists already
+    waits at place 1, and so on: after a restart, a killed run is held at the next place. `patience`: from then on,
+    processes wait this many seconds for each other; before, a busy machine may need longer.
     """
 
     def __init__(self, gates, places, folder=None, patience=None):
@@ -165,7 +165,7 @@ class Holding:
             return norm
 
         def checksum(data, *start):
-            if isinstance(data, np.ndarray):  # a tensor on its way to the file; a file that is read comes as bytes
+            if isinstance(data, np.ndarray):  # a tensor being written; a file being read comes as bytes
                 self.reached("write")
             return crc32(data, *start)
 
@@ -189,8 +189,8 @@ class Holding:
 
 
 def reserve_port():
-    """A socket whose port no other test takes, these or those of another suite, while it is open: it is of UDP, and TCP
-    is free there. Outgoing connections have higher ports."""
+    """A UDP socket. While it is open no other test, here or in another suite, takes its port, which is free for TCP.
+    Outgoing connections have higher ports."""
     while True:
         reserved, free = socket.socket(type=socket.SOCK_DGRAM), socket.socket()
         try:
@@ -204,13 +204,13 @@ def reserve_port():
 
 
 def torchrun_env(rank, world, port):
-    """What torchrun tells a process."""
+    """The environment variables that torchrun sets for a process."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     return {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
 
 
 def until(process, condition, event):
-    """Wait for the condition; False if a process ended before."""
+    """Wait for the condition; False if a process ended first."""
     deadline = time.time() + PATIENCE
     while not condition():
         if not process.alive():
@@ -221,7 +221,7 @@ def until(process, condition, event):
 
 
 class Run:
-    """Ranks of one run: started, held, watched, killed."""
+    """The processes of one run, to start, hold, watch and kill."""
 
     until = until
 
@@ -235,7 +235,7 @@ class Run:
             self.ranks[-1].start()
 
     def held(self, *ranks, place=0):
-        """Wait until these ranks, or all, are held at a place; False if one ended before."""
+        """Wait until these ranks, or all, are held at a place; False if one ended first."""
         gates = [self.folder / f"held-{place}-{rank}" for rank in ranks or range(len(self.ranks))]
         return self.until(lambda: all(gate.exists() for gate in gates), f"{place}th place")
 
@@ -267,7 +267,7 @@ class Run:
         return self.output[rank].read_text()
 
     def kill(self):
-        """Whatever is left of it."""
+        """Kill the processes that are left."""
         self.send(signal.SIGKILL)
         self.end()
         self.reserved.close()
@@ -294,7 +294,7 @@ runpy.run_path({str(ROOT / 'train.py')!r}, run_name="__main__")
     return str(path)
 
 
-# train.py as a cell of a sweep. Each process of a cell, a life of it, is held at a random place until the test lets go.
+# train.py as a cell of a sweep. Each process of a cell (a "life") is held at a random place until the test lets it go.
 HELD_CELL = f"""
 import os, pathlib, random, runpy, sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
@@ -319,9 +319,9 @@ runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
 def disturb_a_sweep(start, launch, data, tmp_path, kills, acts, **how):
     """Run sweeps of two held runs, one after the other, until they have been disturbed `kills` times.
 
-    acts: functions of (process of a life that is held, the driver, that life's folder), taken in turn; one that returns
-    something true did nothing and is tried again. how: of test_sweep.drive. Every cell must end once, with the bits of
-    one that nobody disturbed.
+    acts: functions of (the id of a held process, the driver, that life's folder), taken in turn. One that returns a
+    true value did nothing and is tried again. how: arguments of `drive`. Every cell must finish once, with the same
+    bits as an undisturbed run.
     """
     cells, script = {}, tmp_path / "held_cell.py"
     script.write_text(HELD_CELL)
@@ -331,7 +331,7 @@ def disturb_a_sweep(start, launch, data, tmp_path, kills, acts, **how):
         cells[f"c{seed}"] = [a for a in argv if not a.startswith("--out_dir=")]
 
     def pid_of(life):
-        """0 if it has ended: its number may be another process's by now."""
+        """The life's process id; 0 if it has ended, since another process may have the number by now."""
         pid = int((life / "pid").read_text())
         with contextlib.suppress(FileNotFoundError):
             return pid if str(script).encode() in Path(f"/proc/{pid}/cmdline").read_bytes() else 0
@@ -366,7 +366,7 @@ def disturb_a_sweep(start, launch, data, tmp_path, kills, acts, **how):
                 assert (sweep / f"{name}.txt").read_text().count("finished:") == 1
                 assert_bit_for_bit(sweep / name, tmp_path / f"whole{i + 1}")
     finally:
-        for pid in filter(None, map(pid_of, tmp_path.glob("sweep*/lives/*/*"))):  # of a test that failed
+        for pid in filter(None, map(pid_of, tmp_path.glob("sweep*/lives/*/*"))):  # left by a failed test
             os.kill(pid, signal.SIGKILL)
 
 
@@ -376,7 +376,8 @@ def kill_driver(pid, driver, life):
 
 
 def dying(at, prepare, folder, events):
-    """(exit code, n) of a process that prepares, and ends itself at the n-th of these events in the folder, n = at."""
+    """(exit code, events seen) of a process that calls `prepare` and kills itself at the at-th of these events in the
+    folder."""
     context = multiprocessing.get_context("fork")
     seen = context.RawValue("q", 0)
 
@@ -393,5 +394,5 @@ def dying(at, prepare, folder, events):
     process = context.Process(target=doomed)
     process.start()
     process.join(PATIENCE)
-    assert process.exitcode in (0, -signal.SIGKILL), "see above, what it wrote to standard error"
+    assert process.exitcode in (0, -signal.SIGKILL), "see what it wrote to standard error above"
     return process.exitcode, seen.value

@@ -1,4 +1,4 @@
-"""What several test files share: programs run in this process, tiny runs, data and records."""
+"""Shared by several test files: programs run in this process, tiny runs, data and records."""
 
 import hashlib
 import io
@@ -25,7 +25,7 @@ import pytest
 import tokenizers
 import torch
 
-import evaluate  # noqa: F401  ours, before test_evaluate.py puts Hugging Face's package in its place
+import evaluate  # noqa: F401  ours, before test_evaluate.py replaces it by Hugging Face's package
 import model
 from common import files
 from data import writer
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def tracked():
-    """The files of the repository: git's, or without git all that are neither hidden nor made by a run."""
+    """The repository's files: those in git, or without git all that are neither hidden nor written by a run."""
     listing = subprocess.run(["git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard"],
                              capture_output=True, text=True)
     if listing.returncode == 0:
@@ -48,7 +48,7 @@ def tracked():
 
 
 def copied_tree(folder, **changes):
-    """A copy of the code without its tests in a folder; changes: function of a file's text, by its stem."""
+    """Copies the code, without tests, to a folder. changes: for a file's stem, a function that changes its text."""
     for name in tracked():
         if name.endswith((".py", ".cu", ".h")) and not name.startswith("tests/"):
             path = folder / name
@@ -58,14 +58,14 @@ def copied_tree(folder, **changes):
 
 
 def left_behind(path):
-    """The temporary name of a writer of `path` that was killed."""
+    """The temporary file that a killed writer of `path` leaves."""
     context = multiprocessing.get_context("fork")
     with context.Pool(1) as pool:
         return Path(pool.apply(files.temporary, (path,)))
 
 
 def write_folder(folder, train=1000, val=200, vocab_size=256, **meta):
-    """A finished folder of random tokens, or those given; returns its path."""
+    """Write a finished folder of random tokens, or of those given; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     splits = {}
@@ -96,14 +96,14 @@ def documents(n):
 
 
 def write_jsonl(path, texts):
-    """One document per line, compressed as the name says."""
+    """Write one document per line, compressed as the name says."""
     with pa.output_stream(path) as file:
         file.write("".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts)).encode())
     return path
 
 
 def reference(units, text):
-    """{split: tokens} of units of documents, straight from the description."""
+    """{split: tokens} of units of documents, computed directly from the definition."""
     splits = {"train": [], "val": []}
     for unit, texts in enumerate(units):
         for i, document in enumerate(texts):
@@ -118,7 +118,7 @@ Result = namedtuple("Result", "code out err")
 
 
 def tiny(family="longhorn", **changes):
-    """A model whose every tensor matters to the logits and holds no value twice: exchanging any two shows."""
+    """A model in which every tensor affects the logits and holds no value twice, so that swapping any two shows."""
     torch.manual_seed(0)
     lm = LM(ModelConfig(**{"model": family, "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 24,
                            "vocab_size": 256, **changes}))
@@ -129,7 +129,7 @@ def tiny(family="longhorn", **changes):
 
 
 def make_run(folder, lm=None, **meta):
-    """A run's folder as train.py leaves it, with an optimizer's state and the settings of training in the config."""
+    """A run's folder as train.py leaves it, with an optimizer's state and the training settings in its config."""
     lm = lm or tiny()
     tensors, skeleton = checkpoint.flatten({"model": lm.state_dict(), "optimizer": {"exp_avg": torch.ones(3)}})
     settings = {**asdict(lm.config), "learning_rate": 1e-3, "out_dir": str(folder)}
@@ -141,7 +141,7 @@ def make_run(folder, lm=None, **meta):
 
 
 def byte_level_bpe(folder, texts):
-    """Train a tokenizer of bytes on the texts, and save it in the folder."""
+    """Train a byte-level BPE tokenizer on the texts and save it in the folder."""
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
@@ -152,7 +152,7 @@ def byte_level_bpe(folder, texts):
 
 
 def run_program(start, *argv, stdin=b"", err=None, **settings):
-    """`python program argv --key=value ...` in this process, begun by start(): exit code, out, err."""
+    """`python program argv --key=value ...` in this process, started by start(): (exit code, stdout, stderr)."""
     out, err, code = io.StringIO(), err or io.StringIO(), 0
     argv = ["program", *map(str, argv), *(f"--{key}={value}" for key, value in settings.items())]
     given = io.TextIOWrapper(io.BytesIO(stdin), encoding="ascii")
@@ -165,30 +165,30 @@ def run_program(start, *argv, stdin=b"", err=None, **settings):
 
 
 def table(text):
-    """The rows of a table of two columns or more: cells are two blanks or more apart, and a line that begins with
-    blanks goes on with the row above it. Lines that begin with # are remarks."""
+    """The rows of a table. At least two blanks separate its cells, a line that begins with blanks continues the row
+    above, and a line that begins with # is a comment."""
     return [re.split(r"\s\s+", row) for row in re.split(r"\n(?=\S)", text.strip()) if not row.startswith("#")]
 
 
 def refused(result, *words, quiet=True):
-    """The program ended with exit code 2, and one line on standard error that holds all the words; returns the line.
-    Nothing was said before, unless not quiet."""
+    """Checks that the program ended with exit code 2 and one line on standard error with all the words; returns the
+    line. quiet: it must have printed nothing else."""
     lines = [line for line in result.err.splitlines() if not line.startswith(("scan:", "native kernels:"))]
     assert result.code == 2 and len(lines) == 1 and not (quiet and result.out), f"exit code {result.code}: {result.err}"
     assert ".py: error: " in lines[0] and all(str(word) in lines[0] for word in words), (lines[0], words)
     return lines[0]
 
 
-# 12 windows a step, 124 in an epoch: ten steps cross into the second one
+# 12 windows per step, 124 per epoch: the eleventh step crosses into the second epoch
 TINY = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_tokens": 384, "micro_batch_size": 12,
         "max_iters": 12, "learning_rate": 3e-3, "eval_interval": 5, "log_interval": 1, "dtype": "float32",
         "device": "cpu", "self_check": "off"}
 LONG = {**TINY, "n_embd": 16, "block_size": 16, "batch_tokens": 64, "micro_batch_size": 4, "max_iters": 200,
-        "learning_rate": 1e-3, "eval_interval": 75, "checkpoint_interval": 20}  # a second or two, to be disturbed
+        "learning_rate": 1e-3, "eval_interval": 75, "checkpoint_interval": 20}  # takes a second or two: to be disturbed
 
 
 def write_data(folder, seed=0, train=4000, val=700, **meta):
-    """A prepared folder of bytes with something to learn in them; returns its path."""
+    """Write a prepared folder of bytes that a model can learn something from; returns its path."""
     rng = np.random.default_rng(seed)
     words = [rng.integers(97, 123, size=n) for n in rng.integers(2, 7, size=20)]
     text = np.concatenate([np.append(words[i], 32) for i in rng.integers(20, size=train + val)])
@@ -201,12 +201,12 @@ def arguments(data, out, base=TINY, **changes):
 
 
 def no_picture(folder):
-    """For draw_loss, which takes longer than most runs here."""
+    """Replaces draw_loss, which takes longer than most runs here."""
     (Path(folder) / "loss.png").touch()
 
 
 def run(argv, LM=LM, draw_loss=no_picture, err=None, program="train.py"):
-    """`python train.py ARGV` in this process: its exit code, out, err. `LM` stands in for the model's class."""
+    """`python train.py ARGV` in this process: (exit code, stdout, stderr). `LM` replaces the model's class."""
     handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
         with mock.patch.object(model, "LM", LM), mock.patch("runtime.telemetry.draw_loss", draw_loss):
@@ -223,7 +223,7 @@ def succeed(argv, LM=LM, **how):
 
 
 def refuse(argv, *words, LM=LM, **how):
-    """The run ends with exit code 2 and one line that holds all the words; returns the line."""
+    """Checks that the run ends with exit code 2 and one line with all the words; returns the line."""
     return refused(run(argv, LM, **how), *words, quiet=False)
 
 
@@ -232,15 +232,15 @@ def record(out, name="result"):
 
 
 def events(out, kind="train"):
-    """The log's events of a kind, by step; none twice."""
+    """The log's events of a kind, by step, which must all differ."""
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     chosen = [e for e in lines if e["event"] == kind]
-    assert len({e["step"] for e in chosen}) == len(chosen), "a step stands in the log twice"
+    assert len({e["step"] for e in chosen}) == len(chosen), "a step is in the log twice"
     return {e["step"]: e for e in chosen}
 
 
 def log_lines(out):
-    """log.jsonl without what depends on the clock and the machine; every line must be whole."""
+    """log.jsonl without the values that depend on the clock and the machine; every line must be whole."""
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     return [{k: v for k, v in e.items() if k not in ("seconds", "tokens_per_second", "memory_bytes")} for e in lines]
 
@@ -259,10 +259,10 @@ def state(out):
 
 
 def assert_same_training(out, other):
-    """Every tensor of the final checkpoints, random generators included, and every number that training logs, bit for
-    bit."""
+    """Compares, bit for bit, every tensor of the final checkpoints, with the random generators, and every number that
+    training logs."""
     (a, meta_a), (b, meta_b) = saved(out), saved(other)
-    assert all(meta_a[key] == meta_b[key] for key in ("step", "skeleton")), "a number, or what there is at all, differs"
+    assert all(meta_a[key] == meta_b[key] for key in ("step", "skeleton")), "numbers or structure differ"
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
     for key in ("step", "tokens", "train_loss", "lr", "grad_norm"):
         assert losses(out, key) == losses(other, key), key
@@ -276,8 +276,8 @@ def assert_same_run(out, other):
 
 
 def acting(act):
-    """An LM that calls act(n, itself, loss) after its n-th training forward, n from 1; the run gets what that returns,
-    or the loss."""
+    """An LM that calls act(n, itself, loss) after its n-th training forward, n from 1. It returns what act returns, or
+    the loss."""
     calls = itertools.count(1)
 
     class Acting(LM):
@@ -294,7 +294,7 @@ def stops_at(call, number=signal.SIGTERM):
 
 
 def poisoned(calls, how="loss"):
-    """An LM whose loss, or only whose gradient, is not a number in these training forwards (from 1)."""
+    """An LM whose loss, or only whose gradient, is nan in these training forwards (from 1)."""
     wrong = {"loss": lambda lm, loss: loss * math.nan,
              "gradient": lambda lm, loss: loss + 0 * (lm.norm.weight * 0).sqrt().sum()}[how]
     return acting(lambda n, lm, loss: wrong(lm, loss) if n in calls else None)

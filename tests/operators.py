@@ -1,7 +1,7 @@
-"""The operators as one list: how to draw their arguments, and a truth in float64, written from the papers' recurrences.
+"""All operators in one list: how to draw their arguments, and a float64 truth written from the papers' recurrences.
 
-A new operator is a row of OPERATORS; test_conformance.py asks every row the same questions. Also here: the CUDA kernels
-on a CPU, and sources with a mistake.
+A new operator is a row of OPERATORS; test_conformance.py tests all rows alike. Also here: running the CUDA kernels on a
+CPU, and planting a mistake in a source.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ from kernels.scan import longhorn_scan, selective_scan
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 EPS = torch.finfo(F32).eps
-TINY = 1e-15  # below it a gradient is nothing: at a logit of -88 beta is 1e-38, times k^2 of 1e12 or so
+TINY = 1e-15  # smaller gradients count as 0: at a logit of -88 beta is 1e-38, times k^2 of about 1e12
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: nothing ran on one")
 
 # A row: `run(backend=, **arguments)` is {"y": the result, name of a state: the state after it}, `true` the same from
 # float64 arguments. draw(T, **sizes): arguments by name, in float64. shapes: sizes to draw, odd ones too. states: the
-# arguments that carry on what came before; optional: the others that may be absent. seen(results): what of them means
-# something. autocast: what it rounds, the "arguments" of all steps, the "result" or nothing. tolerance: in eps.
-# cancels: arguments with all steps whose gradient may be nearly nothing.
+# arguments that hold the state; optional: the others that may be absent. seen(results): the part of them to compare.
+# autocast: what it rounds, the "arguments" with a time dimension, the "result" or nothing. tolerance: in eps. cancels:
+# arguments with a time dimension whose gradient may be nearly zero.
 Operator = namedtuple("Operator", "op run true draw shapes states optional seen autocast tolerance cancels",
                       defaults=((), (), lambda results: results, "", 32, ()))
 
@@ -81,7 +81,7 @@ def recurrence(q, k, v, alpha=None, bonus=None, beta=None, ridge=None, state=Non
 
 
 def scan_true(update, h0=None, cu_seqlens=None, reverse=False, **a):
-    """Longhorn's Algorithm 1 and its Eq. 6, and Mamba's scan; each packed sequence alone."""
+    """Longhorn's Algorithm 1 and its Eq. 6, and Mamba's scan, for each packed sequence alone."""
     every = lambda f: {n: f(v) if v.dim() > 2 else v for n, v in a.items()}
     if cu_seqlens is not None:
         parts = [scan_true(update, h0[s:s + 1], None, reverse, **every(lambda v, i=i, j=j: v[:, i:j]))
@@ -94,7 +94,8 @@ def scan_true(update, h0=None, cu_seqlens=None, reverse=False, **a):
 
 
 def one_scan(update, x, dt, k, q, A=None, D=None, z=None, dt_bias=None, h0=None):
-    """With a head per channel, whose values are single numbers. k, q: (B, T, N), or (B, T, D, N) of each channel."""
+    """A scan as a `recurrence` with one head per channel and values of width 1. k, q: (B, T, N), or (B, T, D, N) with
+    different ones per channel."""
     logit = dt if dt_bias is None else dt + dt_bias
     k, q = (a if a.dim() == 4 else a[:, :, None] for a in (k, q))
     state = shown(h0)
@@ -113,7 +114,7 @@ def one_scan(update, x, dt, k, q, A=None, D=None, z=None, dt_bias=None, h0=None)
 
 
 def wkv4_true(k, v, decay, bonus, num=None, den=None, max=None):
-    """A softmax over the past, of which the state is one more token, at each step and after the last."""
+    """A softmax over the past at each step and after the last; the initial state counts as one more token."""
     T = k.shape[1]
     if den is not None:
         k = torch.cat([(den.log() + max)[:, None], k], 1)
@@ -140,7 +141,7 @@ def attention_true(q, k, v, past_k=None, past_v=None, window=None):
     if past_k is not None:
         k, v = torch.cat([past_k, k], 1), torch.cat([past_v, v], 1)
     T, S = q.shape[1], k.shape[1]
-    age = torch.arange(S - T, S)[:, None] - torch.arange(S)  # of each key at each query
+    age = torch.arange(S - T, S)[:, None] - torch.arange(S)  # each key's age at each query
     scores = torch.einsum("bthn,bshn->bhts", q, k) / math.sqrt(q.shape[3])
     scores = scores.masked_fill((age < 0) | (age >= (window or S)), -torch.inf)
     return {"y": torch.einsum("bhts,bshn->bthn", scores.softmax(-1), v), "past_k": k, "past_v": v}
@@ -157,14 +158,14 @@ def inputs(update, B, T, D, N, dtype=F32, key=1.0, logit=None, value=1.0, withou
     a = {n: v.to(dtype) if n in ("x", "dt", "k", "q", "z") else v for n, v in a.items() if n not in without}
     if update.startswith("mamba"):
         a["A"] = -torch.rand(D, N, generator=generator(5)) * 4
-        a["dt"] = a["dt"].clamp(max=30)  # a delta of 1000 is no step size: its state overflows in the loop too
-        if update != "mamba":  # delta itself: positive
+        a["dt"] = a["dt"].clamp(max=30)  # with a delta of 1000 the state overflows in the loop too
+        if update != "mamba":  # dt is delta itself, so it must be positive
             a.update({n: a[n].abs() / 4 for n in ("dt", "dt_bias") if n in a})
     return a
 
 
 def packed(update, lengths, D, N, dtype=F32):
-    """Arguments of sequences of these lengths in one row, and cu_seqlens."""
+    """Arguments for sequences of these lengths packed in one row, with cu_seqlens."""
     a = inputs(update, 1, sum(lengths), D, N, dtype=dtype)
     a["h0"] = torch.randn(len(lengths), D, N, generator=generator(3))
     return a, torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
@@ -181,7 +182,7 @@ def conv_inputs(B, T, D, W, dtype=F32, bias=True, state=True):
 
 
 def attention_inputs(case, T, B=2, H=3, K=5, V=7, past=9):
-    """Of the operators of linear_attention.py, and of softmax attention."""
+    """Arguments of linear_attention.py's operators and of softmax attention."""
     rand = functools.partial(torch.randn, generator=generator(T), dtype=F64)
     if case == "wkv4":
         return {"k": 2 * rand(B, T, H), "v": rand(B, T, H), "decay": rand(H).exp(), "bonus": rand(H),
@@ -242,7 +243,7 @@ def linear_row(case):
     op = {"gla": "gated_linear_attention", "bonus": "retention", "by token": "retention", "shared": "retention"}.get(
         case, case)
 
-    def given(H=None, **a):  # symmetric, its gradient too
+    def given(H=None, **a):  # makes H, and so its gradient, symmetric
         return a if H is None else a | {"state": ((H + H.mT) / 2, a["state"])}
 
     def run(backend="", **a):
@@ -267,7 +268,7 @@ def wkv4_run(backend="", num=None, den=None, max=None, **a):
 
 
 def wkv4_seen(a):
-    """A maximum is a mere scale of the other two."""
+    """The results that mean something: the state's maximum only scales num and den."""
     return {"y": a["y"], "mean": a["num"] / a["den"], "weight": a["den"].log() + a["max"]} if "num" in a else a
 
 
@@ -329,24 +330,25 @@ def double(a):
 
 
 def timed(row, a):
-    """The names of the arguments that have every step of time."""
+    """The names of the arguments with a time dimension."""
     return [n for n, v in a.items() if torch.is_tensor(v) and v.dim() > 2 and n not in row.states]
 
 
 def cast(row, a, dtype):
-    """The arguments in a dtype; with 16 bits what has no time, and states, stay float32, as in a model."""
+    """The arguments in a dtype. In 16 bits, states and arguments without a time dimension stay float32, as in a model.
+    """
     half = timed(row, a) if dtype.itemsize == 2 else a
     return {n: v.to(dtype if n in half else F32) for n, v in a.items()}
 
 
 def bare(row, a):
-    """Without states and options."""
+    """The arguments without states and optional ones."""
     return {n: v for n, v in a.items() if n not in (*row.states, *row.optional)}
 
 
 def graded(f, a, only=None):
-    """What f makes of these arguments, one tensor as "y" or several by name, and the gradient of each argument under
-    fixed random ones of all results, or of `only` one."""
+    """f's results for these arguments (a single tensor is "y") and the gradient of each argument, from fixed random
+    gradients of all results, or of `only` one."""
     a = {n: v.detach().requires_grad_() for n, v in a.items()}
     y = f(**a)
     y = {"y": y} if torch.is_tensor(y) else y
@@ -359,13 +361,13 @@ def graded(f, a, only=None):
 
 
 def distance(got, true, terms=0.0):
-    """Error relative to the norm of the true result, or of the terms it is the sum of; of zeros, relative to TINY."""
+    """The error relative to the norm of the true result, or of the terms that it sums; relative to TINY for zeros."""
     return ((got.double() - true).norm() / (max(true.norm().item(), terms) + TINY)).item()
 
 
 def allowed(got, true, factor=16):
-    """An error relative to the norm: so many eps of the dtype that is computed in, and half a unit of a result in 16
-    bits, 0.32 of it on average."""
+    """The allowed error relative to the norm: `factor` eps of the dtype used to compute. A 16-bit result may also be
+    off by half a unit, or by 0.32 on average over many numbers."""
     if got.dtype.itemsize > 2:
         return factor * torch.finfo(got.dtype).eps
     # float16 results below 6e-5 are subnormal: there the rounding error is absolute
@@ -374,10 +376,10 @@ def allowed(got, true, factor=16):
 
 
 def wrong(name, a, backend="", only=None, slack=None, run=None, true=None, tolerance=None, **how):
-    """What `run` gets wrong of an operator, with every gradient: {result: (error, tolerance)}; empty if it agrees.
+    """Where `run` gets an operator or its gradients wrong: {result: (error, tolerance)}; empty if it agrees.
 
-    The truth is computed from the same arguments in float64. run, true: other functions than the row's; slack: {result:
-    an error that is allowed}; how: further arguments of both.
+    The truth is computed from the same arguments in float64. run, true: functions to use instead of the row's; slack:
+    {result: an error that is allowed}; how: further arguments of both.
     """
     row = OPERATORS[name]
     run = run or functools.partial(row.run, backend=backend)
@@ -385,8 +387,8 @@ def wrong(name, a, backend="", only=None, slack=None, run=None, true=None, toler
     got = graded(lambda **a: row.seen(run(**a, **how)), a, only)
     assert got["y"].dtype == next(iter(a.values())).dtype
     want = graded(lambda **a: row.seen(true(**a, **how)), double(a), only)
-    # a parameter's gradient is a sum over batch and time, where terms may cancel and their rounding errors do not; what
-    # is left of a state after a long time is as small as one likes
+    # a parameter's gradient is a sum over batch and time, where terms may cancel and their rounding errors do not; and
+    # a state may fade to almost nothing over time
     cancels = ["d" + n for n in a if n in row.cancels or n not in timed(row, a)]
     beyond = {}
     for n, value in want.items():
@@ -399,7 +401,7 @@ def wrong(name, a, backend="", only=None, slack=None, run=None, true=None, toler
 
 @contextlib.contextmanager
 def what_autograd_keeps():
-    """{address: bytes} of the memory that is saved for backwards within."""
+    """{address: bytes} of the memory that autograd saves for the backward in this context."""
     kept = {}
 
     def pack(v):
@@ -411,7 +413,7 @@ def what_autograd_keeps():
 
 
 def in_halves(run, name):
-    """run, with this argument as one of two `halves`, the gate as the second: in their gradients it has every other
+    """`run` with this argument as one of two `halves`, the gate as the second, so that its gradient is every other
     piece of memory."""
     def run_half(**a):
         return run(**a | {name: ops.halves(torch.cat([a[name], a[name]], -1))[name == "z"]})
@@ -419,7 +421,7 @@ def in_halves(run, name):
 
 
 def views(v):
-    """The same numbers laid out otherwise."""
+    """The same numbers in other memory layouts."""
     n = v.shape[-1]
     middle = torch.full((*v.shape[:-1], 2 * n + 3), math.nan, dtype=v.dtype)
     middle[..., 1:1 + n] = v
@@ -431,7 +433,7 @@ def views(v):
 # -------------------------------------------------------------------------------------- sources, and CUDA on a CPU
 
 def source_text(source=build.SCAN):
-    """A source of the kernels with lanes.h in the place of its #include."""
+    """A kernel source with lanes.h in place of its #include."""
     header = build.HEADER.read_text().replace("#pragma once\n", "")
     text, n = re.subn(r'#include "(kernels/)?lanes\.h"\n', lambda _: header, source.read_text())
     assert n == 1
@@ -461,8 +463,8 @@ FLAGS = ("-O0", "-std=c++17", "-shared", "-fPIC", "-fno-gnu-unique")
 
 
 def load_shim(folder, update, *key, source=None, flags=FLAGS, threads=THREADS):
-    """A module of the kernels of update, dtype, P, L (or "conv", dtype, W, channels per lane, or "loss", dtype,
-    room), with a driver that runs them on the CPU."""
+    """A module of the kernels for update, dtype, P, L (or "conv", dtype, W, channels per lane, or "loss", dtype, room),
+    with a driver that runs them on the CPU."""
     text = f'#include "{SHIM}"\n{source or source_of(update)}\n#include "{DRIVER}"\n'
     command = [COMPILER, *flags, "-Wno-unknown-pragmas", "-DLONGHORN_SHIM", f"-DTHREADS={threads}",
                *cuda.defines(update, *key)]
@@ -480,8 +482,8 @@ def load_shim(folder, update, *key, source=None, flags=FLAGS, threads=THREADS):
 
 
 def use(monkeypatch, module, segments=1):
-    """Have backend='cpu' launch the CUDA kernels of `module`, or of one for the forward and one for the backward, as on
-    a GPU, with T of a scan split into `segments`."""
+    """Have backend='cpu' launch the CUDA kernels of `module` as on a GPU, or of a pair of modules for the forward and
+    the backward, with a scan's T split into `segments`."""
     class ShimKernels(launch.Kernels):
         def __init__(self, args_class, x, update=None, rows=None, gated=True, backward=False, **sizes):
             (B, T, D), self.dtype, self.device = x.shape, x.dtype, x.device
@@ -502,14 +504,14 @@ def use(monkeypatch, module, segments=1):
 
 
 def use_alone(monkeypatch, module):
-    """Have the loss, or sums, on a CPU launch the kernel of `module` as on a GPU."""
+    """Have the loss or the sums on a CPU launch the kernel of `module` as on a GPU."""
     monkeypatch.setattr(ops, "loss_module", lambda *key: module)
     monkeypatch.setattr(launch, "sums_module", lambda *key: module)
     monkeypatch.setattr(launch, "in_stream", lambda device, run: run(None))
 
 
 def loss_wrong(logits, targets):
-    """What the kernel of the loss gets wrong: the targets' log-probabilities, the gradient in place of the logits."""
+    """What the loss kernel gets wrong: the targets' log-probabilities, or the gradient that replaces the logits."""
     log_p = logits.double().log_softmax(1)
     p = log_p.exp()
     of_targets = log_p.gather(1, targets[:, None])[:, 0]
@@ -532,7 +534,7 @@ def native_scan(**a):
 
 
 def conv_wrong(dtype, W, B, T, D, **how):
-    """What the convolution gets wrong, with and without the optional arguments."""
+    """Where the convolution is wrong, with and without the optional arguments."""
     a = conv_inputs(B, T, D, W, dtype)
     bare = conv_inputs(B, T, D, W, dtype, bias=False, state=False)
     return wrong("conv", a, only="y", **how) | wrong("conv", bare, only="y", silu=False, **how)

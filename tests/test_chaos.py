@@ -1,12 +1,12 @@
-"""Training that nothing can kill: every fault is injected for real, and the run must end as if nothing had happened.
+"""Training survives every fault: each is injected for real, and the run must end as if nothing had happened.
 
-    bit for bit = every tensor of the last checkpoint, and every line of log.jsonl but for seconds, speed and memory
+    bit for bit = every tensor of the last checkpoint, and every line of log.jsonl except seconds, speed and memory
 
-Most processes here are forked from one that has imported PyTorch already, so that a process to kill costs a twentieth
-of a second and not three. The fork runs train.py as `__main__`; torchrun's workers are started afresh.
+Most processes here are forked from one that has already imported PyTorch, so that starting a process to kill takes a
+twentieth of a second instead of three. The fork runs train.py as `__main__`; torchrun's workers are started afresh.
 
-    python -m pytest tests/test_chaos.py      the essence of each in a second or a few
-    make chaos                                fifty kills instead of two; torchrun, two hosts with a cable: minutes
+    python -m pytest tests/test_chaos.py      a short version of each test, a few seconds at most
+    make chaos                                fifty kills instead of two; torchrun; two hosts with a cable: minutes
 """
 
 import contextlib
@@ -58,7 +58,7 @@ root = os.name == "posix" and os.geteuid() == 0
 
 @pytest.fixture(scope="module")
 def undisturbed(nursery, data, tmp_path_factory):
-    """undisturbed(world, **changes): the folder of a run of RUN by so many processes that nobody disturbed."""
+    """undisturbed(world, **changes): the folder of an undisturbed run of RUN by `world` processes."""
     @functools.cache
     def undisturbed(world, **changes):
         folder = tmp_path_factory.mktemp("undisturbed")
@@ -69,17 +69,17 @@ def undisturbed(nursery, data, tmp_path_factory):
 
 
 def writing(out):
-    """Whether a checkpoint is on its way to the disk."""
+    """True if a checkpoint is being written."""
     return any(out.glob("*.safetensors.tmp-*"))
 
 
 # ------------------------------------------------------------------------------------------------------- kill -9, often
 
 @pytest.mark.parametrize("world, changes", [
-    (1, {}), (2, {}), pytest.param(3, {"batch_tokens": 96}, marks=LONG_FORM),  # the order of three sums shows
+    (1, {}), (2, {}), pytest.param(3, {"batch_tokens": 96}, marks=LONG_FORM),  # with three, the order of sums matters
     pytest.param(2, {"parallel": "fsdp"}, marks=LONG_FORM)], ids=["1", "2", "3", "sharded"])
 def test_killed_again_and_again(undisturbed, launch, data, out, world, changes):
-    """In the middle of a write, right at the start, anywhere; a whole node, or one of its processes."""
+    """In the middle of a write, right at the start or anywhere else; the whole node, or one of its processes."""
     chance, torn, kills, whole = random.Random(world), 0, 0, undisturbed(world, **changes)
     argv = arguments(data, out, RUN, micro_batch_size=4 // world, resume="auto", timeout_minutes=1, **changes)
     while kills < KILLS:
@@ -94,7 +94,7 @@ def test_killed_again_and_again(undisturbed, launch, data, out, world, changes):
             r.ranks[rank].join()
         r.go()
         codes = r.end()
-        if ended and codes == [0] * world:  # it was at its end: the next one is killed in a run of its own
+        if ended and codes == [0] * world:  # the run ended before the kill: start a new one to kill
             assert_bit_for_bit(out, whole)
             shutil.rmtree(out)
             continue
@@ -102,8 +102,8 @@ def test_killed_again_and_again(undisturbed, launch, data, out, world, changes):
         torn += writing(out)
         for rank in set(range(world)) - set(victims):
             line = (r.said(rank).splitlines() or [""])[-1]
-            met = "micro-batches per step" in r.said(0)  # a kill before that leaves the other nobody to miss
-            done = codes[rank] == 0  # its part of the last step was behind it
+            met = "micro-batches per step" in r.said(0)  # before that the ranks have not met, so the others miss nobody
+            done = codes[rank] == 0  # it had already done its part of the last step
             assert "no answer from rank" in line and "--resume=auto" in line or not met or done, (line, codes)
     if not (out / "result.json").exists():
         launch([*argv, "--timeout_minutes=10"], world).succeed()
@@ -112,8 +112,8 @@ def test_killed_again_and_again(undisturbed, launch, data, out, world, changes):
 
 
 def holding(rank):
-    """An LM; and beside it, in this process, a draw_loss that leaves main's frame in a cycle, which nobody collects
-    unasked, and a destroy_process_group that says how much of DistributedDataParallel there still is."""
+    """An LM. Also patches this process: draw_loss leaves main's frame in a reference cycle that is not collected by
+    itself, and destroy_process_group prints how many DistributedDataParallel objects are left."""
     gc.disable()
     destroy = dist.destroy_process_group
 
@@ -121,7 +121,7 @@ def holding(rank):
         try:
             raise ImportError
         except ImportError as error:
-            kept = error  # noqa: F841  frame -> kept -> its traceback -> frame; and from there to all below
+            kept = error  # noqa: F841  frame -> kept -> its traceback -> frame -> all callers' frames
 
     def last():
         left = sum(type(o) is torch.nn.parallel.DistributedDataParallel for o in gc.get_objects())
@@ -137,7 +137,7 @@ def test_the_group_is_left_when_nothing_else_holds_it(launch, data, out):
     assert [r.said(rank).count("holding: 0\n") for rank in (0, 1)] == [1, 1], r.said()
 
 
-@pytest.mark.parametrize("world, stopped", [(2, 1), pytest.param(3, 0, marks=LONG_FORM)])  # 0 has the list
+@pytest.mark.parametrize("world, stopped", [(2, 1), pytest.param(3, 0, marks=LONG_FORM)])  # rank 0 holds the store
 def test_a_process_that_hangs_is_named(launch, data, out, world, stopped):
     r = launch(arguments(data, out, RUN, batch_tokens=96, micro_batch_size=2, eval_interval=0), world,
                hold=[("step", 10)], patience=1)
@@ -163,12 +163,12 @@ def test_a_process_that_nobody_joins_says_so(launch, data, tmp_path):
 
 
 def torchrun(gates, places, *how):
-    """The command of torchrun whose workers, train.py, are held at these places."""
+    """A torchrun command whose workers run train.py and are held at these places."""
     return [sys.executable, "-m", "torch.distributed.run", *how, held_train(gates, places)]
 
 
 def worker(pid, rank):
-    """The id of torchrun's child of that rank."""
+    """The process id of torchrun's worker with this rank."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return next(int(child) for child in children if f"\0RANK={rank}\0" in Path(f"/proc/{child}/environ").read_text())
 
@@ -176,8 +176,8 @@ def worker(pid, rank):
 @LONG_FORM
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_torchrun_brings_a_killed_worker_back(undisturbed, launch, start, data, out, tmp_path):
-    """Its second attempt goes on from the last checkpoint; SIGTERM to torchrun itself then saves, and one more ends
-    it."""
+    """The restarted run continues from the last checkpoint; SIGTERM to torchrun itself then saves, and a second one
+    ends it."""
     argv = [*arguments(data, out, RUN, micro_batch_size=2), "--resume=auto"]
     gates = tmp_path / "gates"
     held = lambda place: until(agent, lambda: all((gates / f"held-{place}-{rank}").exists() for rank in (0, 1)), "gate")
@@ -192,7 +192,7 @@ def test_torchrun_brings_a_killed_worker_back(undisturbed, launch, start, data, 
     assert step >= 50 - 2 * every and step % every == 0 and "rank 0 on " in agent.said()
     agent.send_signal(signal.SIGTERM)
     (gates / "go-1").touch()
-    assert agent.wait(PATIENCE) != 0  # torchrun does not pass the workers' 0 on
+    assert agent.wait(PATIENCE) != 0  # torchrun does not return the workers' exit code of 0
     stopped = saved(out)[1]["step"]
     assert stopped == max(events(out)) and f"stopped after step {stopped} " in agent.said()
     launch(argv, 2).succeed()
@@ -202,8 +202,8 @@ def test_torchrun_brings_a_killed_worker_back(undisturbed, launch, start, data, 
 @LONG_FORM
 @pytest.mark.skipif(not (root and shutil.which("ip")), reason="as root, with iproute2's network namespaces")
 def test_two_hosts_survive_a_cut_cable(undisturbed, start, data, out, tmp_path):
-    """Two network namespaces joined by a cable; torchrun on each, in a loop as a service manager would have it. Both
-    end the run once the cable is back."""
+    """Two network namespaces joined by a cable, with torchrun on each, in a loop as under a service manager. Both
+    finish the run once the cable is back."""
     ip = lambda words: subprocess.run(["ip", *words.split()], check=True, capture_output=True)
     nodes, hosts = [], [f"longhorn_{os.getpid()}_{i}" for i in range(2)]
     said = lambda: "".join(node.said() for node in nodes)
@@ -237,15 +237,14 @@ def test_two_hosts_survive_a_cut_cable(undisturbed, start, data, out, tmp_path):
 
 
 def not_finite(of, how, rank):
-    """The LM of a rank, whose loss or gradient is not a number in steps 5, 6 and 12 on rank `of`, or on both
-    (None)."""
-    # the first batch is before the steps, see DDP in runtime/distributed.py
+    """The LM of a rank, whose loss or gradient is nan in steps 5, 6 and 12 on rank `of`, or on both ranks (None)."""
+    # one batch comes before the steps, see DDP in runtime/distributed.py
     return poisoned({6, 7, 13}, how) if of in (None, rank) else LM
 
 
 @pytest.mark.parametrize("how", ["loss", "gradient"] if CHAOS else ["loss"])
 def test_what_is_not_finite_on_one_rank_is_skipped_on_both(launch, data, tmp_path, how):
-    """Were it not, the weights of the two would part, and all losses after it."""
+    """Otherwise the two ranks' weights would differ from then on, and so would the losses."""
     for of in (None, 1, 0) if CHAOS else (None, 1):
         out = tmp_path / str(of)
         argv = arguments(data, out, RUN, micro_batch_size=2, max_iters=16)
@@ -257,7 +256,7 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_both(launch, data, tmp_pat
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 def test_memory_that_really_runs_out(launch, data, out):
-    """2^21 tokens of 32 numbers, 268 MB, are more than it may take; a real error of the allocator, in its own words."""
+    """2^21 tokens of 32 numbers, 268 MB, exceed the limit: a real error of the allocator, in its own words."""
     large = {**RUN, "n_embd": 32, "block_size": 512, "batch_tokens": 2**21, "micro_batch_size": 4096}
     r = launch(arguments(data, out, large), memory=200 << 20)
     assert r.end() == [2] and "Traceback" not in r.said(), r.said()
@@ -282,8 +281,8 @@ def test_a_sweep_whose_driver_and_cells_are_killed(start, launch, data, tmp_path
 @pytest.mark.parametrize("silent, env, again", [("process", {}, [signal.SIGTERM]),
                                                 ("disk", {"SLURM_JOB_ID": "7"}, [signal.SIGTERM, signal.SIGINT])])
 def test_a_second_interrupt_does_not_wait(launch, data, out, silent, env, again):
-    """For a process that is stopped: then no line of Python runs in the main thread, and yet the first one is answered;
-    or for a disk that takes its checkpoint for ever. Slurm repeats SIGTERM, which ends nothing there."""
+    """It waits neither for a stopped process, when the main thread runs no Python but the first interrupt is answered,
+    nor for a disk that never finishes a checkpoint. Slurm repeats SIGTERM, so there it ends nothing."""
     world, places = (1, [("step", 10), ("write", 1)]) if silent == "disk" else (2, [("step", 10)])
     argv = arguments(data, out, RUN, micro_batch_size=2, checkpoint_interval=1000, eval_interval=0, max_iters=400)
     r = launch(argv, world, env, hold=places)
@@ -291,7 +290,7 @@ def test_a_second_interrupt_does_not_wait(launch, data, out, silent, env, again)
     r.send(signal.SIGSTOP, 1) if silent == "process" else None
     r.send(signal.SIGINT, 0)
     r.go()
-    assert silent == "process" or r.held(place=1), "the first one ended it"
+    assert silent == "process" or r.held(place=1), "the first interrupt ended it"
     assert r.until(lambda: "\nSIGINT: the run stops after this micro-batch" in f"\n{r.said()}", "answer")
     for number in again:
         r.send(number, 0)
@@ -308,7 +307,7 @@ for rank in 0 1; do SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" || code=$?; done
 
 @pytest.mark.parametrize("code, again", [(0, True), (75, True), (138, True), (2, False)])
 def test_what_slurm_starts_and_queues_again(tmp_path, code, again):
-    """Under stand-ins for its commands and for Python; py warns a run."""
+    """With stand-ins for Slurm's commands and for Python."""
     for name, does in SLURM.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
         (tmp_path / name).chmod(0o755)
@@ -322,7 +321,7 @@ def test_what_slurm_starts_and_queues_again(tmp_path, code, again):
     assert told.read_text().splitlines() == started + ["requeue 7"] * again
     told.unlink()
     out.mkdir()
-    (out / "result.json").write_text('{\n "steps": ')  # of a run that a kill or a full disk cut short
+    (out / "result.json").write_text('{\n "steps": ')  # as a kill or a full disk leaves it
     assert subprocess.run(script, env=env).returncode == (0 if again else code)
     told.unlink()
     write_json(out / "result.json", {"steps": 1})
@@ -363,7 +362,7 @@ def fill(disk):
 
 
 def test_a_disk_that_is_full_for_a_while(undisturbed, launch, small_disk, data):
-    """The run goes on, and its records are whole. 30 lines are more than the last page of the log has room for."""
+    """The run goes on, and its records are whole. 30 lines do not fit into the last page of the log."""
     disk, first = small_disk(4), 2 * RUN["checkpoint_interval"] + 7
     out = disk / "run"
     r = launch(arguments(data, out, RUN), hold=[("step", first), ("step", first + 30)])
@@ -382,8 +381,8 @@ def test_a_disk_that_is_full_for_a_while(undisturbed, launch, small_disk, data):
 
 @pytest.mark.parametrize("room", [0, pytest.param(300_000, marks=LONG_FORM)])
 def test_a_disk_that_stays_full(launch, small_disk, data, tmp_path, room):
-    """The run says so, and ends after a resume. Where the small records still fit, and no checkpoint, result.json must
-    not say that it is finished."""
+    """The run says so, and a resumed run finishes it. If there is room for the small records but not for a checkpoint,
+    result.json must not say that the run is finished."""
     disk, large = small_disk(12), {**RUN, "n_embd": 64, "max_iters": 120}
     out = disk / "run"
     r = launch(arguments(data, out, large), hold=[("step", 40)])
@@ -408,15 +407,15 @@ def test_a_full_disk_while_preparing(small_disk):
     assert not any(p.name != ".lock" for p in (disk / "d").iterdir())
 
 
-STEP = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")  # audit events of what changes a folder
+STEP = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")  # audit events of changes to a folder
 
 
 def test_a_preparation_killed_again_and_again(tmp_path, monkeypatch):
-    """At any of its steps, or before each of its renames, over the whole files of another source that are of the same
-    sizes, and over what that leaves: what there is then is whole, or unfinished. test_data.py kills that of
+    """It is killed at any step, or before each rename, over the finished files of another source with the same sizes,
+    and again over what that leaves. The folder is then either whole or unfinished. test_data.py does the same for
     data/tokens."""
     for name, value in (("FULL_CHECK_TOKENS", 0), ("SPOT_CHECKS", 2), ("SPOT_TOKENS", 2)):
-        monkeypatch.setattr(prepared, name, value)  # content is for us to look at
+        monkeypatch.setattr(prepared, name, value)  # the test itself compares the content
     folder, sound, kills = tmp_path / "d", {}, 0
     prepare = lambda source, at=0: dying(
         at, partial(pystdlib.prepare, folder, stdlib=source, val_fraction=0.2), folder, STEP if CHAOS else STEP[1:2])

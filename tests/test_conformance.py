@@ -1,8 +1,8 @@
-"""Every operator and every family is asked the same questions: a new one is tested by its row (OPERATORS, FAMILIES).
+"""The same tests for every operator and every family: a new one is tested by its row (OPERATORS, FAMILIES).
 
-Truths are computed in float64 from the same rounded arguments, so what is measured is the operator alone. Tolerances
-are relative to the norm of the true result: 16 eps of the dtype that is computed in, which is float32 for float32 and
-16 bits (32 for products of matrices, 64 for Mesa, which solves), and half a unit of a result in 16 bits.
+Truths are computed in float64 from the same rounded arguments, so that the error is the operator's own. Tolerances are
+relative to the norm of the true result: 16 eps of the dtype used to compute, which is float32 also for 16-bit arguments
+(32 eps for matrix products, 64 for Mesa, which solves). A 16-bit result may also be off by half a unit.
 
     python -m pytest tests/test_conformance.py
 """
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("poison", "one_thread")
 
 
 def small(name, T=20, dtype=F32):
-    """(row, arguments) of few numbers."""
+    """(row, small arguments)."""
     row = OPERATORS[name]
     return row, cast(row, row.draw(T), dtype)
 
@@ -56,7 +56,7 @@ def equal(got, want):
 
 @pytest.fixture
 def short_chunks(monkeypatch):
-    """Of 8 and 16 steps, so that few steps cross their borders."""
+    """Chunks of 8 and 16 steps, so that short sequences cross their borders."""
     monkeypatch.setattr(la, "GLA_CHUNK", 8)
     for module, name in ((la, "CHUNK"), (ops, "PIECE"), (ops, "WINDOW_QUERIES")):
         monkeypatch.setattr(module, name, 16)
@@ -71,7 +71,7 @@ SHORT = pytest.mark.usefixtures("short_chunks")
 @EVERY
 @pytest.mark.parametrize("backend", ("", "torch"))
 def test_values_and_every_gradient(name, backend):
-    """Of odd sizes in every dtype, with all that is optional and with none."""
+    """For odd sizes and every dtype, with all optional arguments and with none."""
     row = OPERATORS[name]
     beyond = {}
     exact = F32 if name in NATIVE and not backend else F64
@@ -87,7 +87,7 @@ def test_values_and_every_gradient(name, backend):
 
 
 def rounds_often(name, backend, dtype, sizes):
-    """PyTorch's operators round in between."""
+    """True where PyTorch's operators run, which also round intermediate results."""
     if name in ("attention", "window"):
         return True
     return name == "conv" and (backend or sizes.get("W") == 9) or name == "rms_norm" and (backend or dtype == F16)
@@ -95,7 +95,7 @@ def rounds_often(name, backend, dtype, sizes):
 
 @EVERY
 def test_every_choice_of_optional_arguments(name):
-    """And of results that the loss asks for."""
+    """Also with every choice of the results that the loss depends on."""
     row = OPERATORS[name]
     beyond = {}
     a = cast(row, row.draw(35), F32)
@@ -123,8 +123,8 @@ def test_reverse(name, backend):
 @EVERY
 @pytest.mark.parametrize("backend", ("", "torch"))
 def test_pieces_with_the_state_carried_equal_the_whole(name, backend):
-    """Every gradient too; with kernels to the bit, as a step is the same arithmetic wherever it stands. Whole, they
-    are right with chunks as long as they are in training."""
+    """Gradients too, and for kernels to the bit, since they do the same arithmetic at every step. Only the whole is
+    compared with the truth, with chunks as long as in training."""
     row = OPERATORS[name]
     a = cast(row, row.draw(100), F32 if name in NATIVE else F64)
     assert not wrong(name, a, backend)
@@ -148,11 +148,11 @@ def test_pieces_with_the_state_carried_equal_the_whole(name, backend):
     assert equal(given, {n: a[n] for n in given})
 
 
-LENGTHS = ((1, 1, 10, 3, 12, 13), (16, 16, 8), (39, 1))  # of documents: one token, within a chunk, at its border
+LENGTHS = ((1, 1, 10, 3, 12, 13), (16, 16, 8), (39, 1))  # ends after one token, within a chunk, at its border
 
 
 def in_documents(row, f=None, **how):
-    """f, or the truth, of each document alone."""
+    """f, or the true function, applied to each document alone."""
     def alone(**a):
         whole = timed(row, a)
         rows = []
@@ -168,7 +168,7 @@ def in_documents(row, f=None, **how):
 @EVERY
 @pytest.mark.parametrize("backend", ("", "torch"))
 def test_packed_documents_are_those_read_alone(name, backend):
-    """Every gradient too; and where a backward computes the forward again, the same to the bit."""
+    """Gradients too; and they are the same to the bit if the backward recomputes the forward."""
     row = OPERATORS[name]
     starts = torch.zeros(3, 40, dtype=torch.bool)
     for b, lengths in enumerate(LENGTHS):
@@ -182,7 +182,7 @@ def test_packed_documents_are_those_read_alone(name, backend):
         given = {n: v.requires_grad_() for n, v in given.items()}
         kept = checkpoint(run, **given, use_reentrant=False, context_fn=ops.same_documents)["y"]
     g = torch.randn(kept.shape, generator=generator(5)).to(BF16).to(kept)
-    grads = torch.autograd.grad(kept, list(given.values()), g)  # outside, as training does
+    grads = torch.autograd.grad(kept, list(given.values()), g)  # outside the context, as in training
     assert equal(dict(zip(given, grads, strict=True)), {n: forward["d" + n] for n in given})
 
 
@@ -219,7 +219,7 @@ def test_meta_tensors_have_shapes(name):
 def test_plain_makes_one_operator_run_its_plain_body(name):
     row, a = small(name, 40)
     fast, plain = (row.run(**a, backend=backend)["y"] for backend in ("", "torch"))
-    assert not torch.equal(fast, plain), "two bodies that round alike cannot be told apart here"
+    assert not torch.equal(fast, plain), "if both bodies round alike, this test cannot tell which one ran"
     with choose.plain(*(op for op in choose.BODIES if op != row.op)):
         assert torch.equal(row.run(**a)["y"], fast)
         with choose.plain(row.op):
@@ -237,14 +237,14 @@ def test_memory_grows_with_the_length_and_not_with_its_square(name):
         return sum(storages.values())
 
     assert kept(128, "") < 2.2 * kept(64, "")
-    if name not in ("attention", "window", "rms_norm", "conv"):  # the state of all steps is not kept
+    if name not in ("attention", "window", "rms_norm", "conv"):  # they must not keep the state of every step
         assert kept(48, "torch") < kept(32, "torch") * 2
 
 
 @SHORT
 @pytest.mark.parametrize("name", ("longhorn", "kda", "mesa", "wkv4"))
 def test_compiles_as_one_graph(name):
-    """aot_eager: all of torch.compile but the minute of code generation."""
+    """With aot_eager, which is torch.compile without the minute of code generation."""
     row, a = small(name, 17 if name == "mesa" else 9, F32 if name in NATIVE else F64)
     torch._dynamo.reset()
     compiled = torch.compile(row.run, fullgraph=True, backend="aot_eager")
@@ -256,7 +256,7 @@ def test_compiles_as_one_graph(name):
 @OF_KERNELS
 @pytest.mark.parametrize("dtype", (F32, BF16, F16))
 def test_views_equal_contiguous_to_the_bit(name, dtype):
-    """Arguments, and gradients that arrive: y.sum() hands the backward an expanded one of stride 0."""
+    """Views as arguments and as incoming gradients: y.sum() hands the backward an expanded one with stride 0."""
     if name == "rms_norm" and dtype == F16:
         pytest.skip("PyTorch's")
     row = OPERATORS[name]
@@ -281,11 +281,11 @@ def test_two_runs_agree_to_the_bit(name, threads):
     row = OPERATORS[name]
     runs = []
     a = cast(row, row.draw(150, B=3, D=70), F32)
-    for number in (1, 1, 2, 2, 2, 5):  # of five each has a group of channels or none
+    for number in (1, 1, 2, 2, 2, 5):  # of five threads, each has one group of channels or none
         threads(number)
         runs.append(graded(row.run, a))
     assert equal(runs[0], runs[1]) and equal(runs[2], runs[3]) and equal(runs[2], runs[4])
-    # between thread counts only dk and dq may differ, by the order in which splits of the channels are added
+    # only dk and dq may depend on the number of threads, which changes the order of the sum over channels
     for other in (runs[2], runs[5]):
         assert {n for n in other if not torch.equal(runs[0][n], other[n])} <= {"dk", "dq"}
         assert all(distance(runs[0][n], other[n].double()) <= 4 * EPS for n in other)
@@ -293,7 +293,7 @@ def test_two_runs_agree_to_the_bit(name, threads):
 
 @OF_KERNELS
 def test_torch_func_and_forward_mode_are_right(name):
-    """Kernels have a forward and a backward alone: without care they drop tangents unsaid."""
+    """Kernels have only a forward and a backward, and would silently drop tangents."""
     row = OPERATORS[name]
     a = cast(row, row.draw(5, D=5), F32)
     tangents = {n: torch.randn(v.shape, generator=generator(7)) for n, v in a.items()}
@@ -325,7 +325,7 @@ def test_second_derivative_is_refused(name):
 # ------------------------------------------------------------------------------------------------------------- extremes
 
 def put(**values):
-    """These values in place of what was drawn."""
+    """Replaces drawn arguments by these values."""
     return lambda a: a | {n: torch.as_tensor(v, dtype=F64).expand_as(a[n]).clone() for n, v in values.items()}
 
 
@@ -334,7 +334,7 @@ def times(size):
 
 
 def closed(a):
-    """Gates of 0, 1 and between, steps of 2 and nearly 0."""
+    """Sets some gates to 0 or 1, and some step sizes to 2 or nearly 0."""
     g = generator(1)
     for n, often, value in (("log_decay", 0.5, 0.0), ("log_decay", 0.2, -1e4), ("log_decay", 0.1, -torch.inf),
                             ("beta", 0.3, 2.0), ("beta", 0.3, 1e-9)):
@@ -344,7 +344,7 @@ def closed(a):
 
 
 def keys(size):
-    """Of this length, with a step to match."""
+    """Scales the keys to this length, and the step size to match."""
     def change(a):
         a["k"] *= size
         if "beta" in a and "ridge" not in a:
@@ -358,7 +358,7 @@ STRENGTHS = {"strong": put(log_decay=-torch.tensor([-1.0, 2.0, 5.0]).exp()),
 DELTA = {"closed": closed, "short": keys(1e-3), "long": keys(1e3)}
 fades = torch.tensor([-8.0, 1.6, 5.0]).exp()
 course = torch.arange(40.0)[:, None]
-KINDS = {  # operator: by name what is changed of the arguments that are drawn
+KINDS = {  # operator: {name: a function that changes the drawn arguments}
     "gla": {"closed": closed, "strong": put(log_decay=-20.0)}, "retention": STRENGTHS, "bonus": STRENGTHS,
     "by token": {"closed": closed}, "shared": {"closed": closed}, "gated_delta_rule": DELTA, "kda": DELTA,
     "mesa": {"closed": closed, "short": keys(1e-3), "asked nothing": put(q=0.0)},
@@ -374,12 +374,12 @@ KINDS = {  # operator: by name what is changed of the arguments that are drawn
 @SHORT
 @pytest.mark.parametrize("name,kind", [(name, kind) for name, kinds in KINDS.items() for kind in kinds], ids=str)
 def test_extremes(name, kind):
-    """Finite and right, gradients too. In wkv4 an exponent of 100 carries an error of 100 eps into its exponential; an
-    error along a key that every step reflects stays for good."""
+    """Results and gradients are finite and right. In wkv4 the exponential of 100 has an error of 100 eps. If every step
+    reflects along the same key, an error along that key never fades."""
     row = OPERATORS[name]
     a = cast(row, KINDS[name][kind](row.draw(40)), F32)
     tolerance = 640 if name == "wkv4" else 1300 if kind == "same key" else row.tolerance
-    assert not wrong(name, a, tolerance=tolerance)  # what is not finite fails
+    assert not wrong(name, a, tolerance=tolerance)  # values that are not finite fail too
     assert not wrong(name, double(a), tolerance=tolerance)
 
 
@@ -393,27 +393,27 @@ MORE = [dict(key=1e6), dict(logit=0.0), dict(value=1e-6), dict(key=1e6, logit=10
     *(("longhorn", N, sizes) for N in (1, 16) for sizes in SIZES + MORE),
     *((name, 8, sizes) for name in ("exact", "mamba", "mamba without softplus") for sizes in SIZES)], ids=str)
 def test_extremes_of_scans(name, N, sizes):
-    """Some are ill-conditioned (N = 1 and a huge key: 1 - eps k^2 cancels), so that no float32 arithmetic can be exact
-    there: they may err four times as much as the loop, or where keys are of 1e18 must be finite."""
+    """Some cases are ill-conditioned (with N = 1 and a huge key, 1 - eps k^2 cancels), so that no float32 arithmetic is
+    exact. Kernels may err four times as much as the loop; with keys of 1e18 they only have to be finite."""
     row = OPERATORS[name]
     a = cast(row, row.draw(40, D=17, N=N, **sizes), F32)
     loop, kernels = (graded(functools.partial(row.run, backend=backend), a) for backend in ("torch", ""))
     assert all(v.isfinite().all() for out in (loop, kernels) for v in out.values())
     if sizes.get("key", 1) < 1e9:
         slack = {n: 4 * distance(loop[n], v) for n, v in graded(row.true, double(a)).items()}
-        assert N != 16 or max(slack.values()) < 1e-4, "the slack is not what makes the usual size pass"
+        assert N != 16 or max(slack.values()) < 1e-4, "at the usual size the slack must stay small"
         assert not wrong(name, a, slack=slack)
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
 
-@pytest.mark.filterwarnings("ignore")  # PyTorch's, on nested and sparse tensors
+@pytest.mark.filterwarnings("ignore")  # PyTorch warns about nested and sparse tensors
 @pytest.mark.parametrize("name", [name for name in OPERATORS if OPERATORS[name].op != "attention"])
 @pytest.mark.parametrize("backend", ("", "torch"))
 def test_an_argument_that_does_not_fit_is_refused_in_a_line(name, backend):
-    """Each of them, which says what it is: of a shape, dtype, device or kind that it cannot be."""
+    """Each argument with a wrong shape, dtype, device or type; the line says what is wrong."""
     row, a = small(name)
-    row.run(**a, backend=backend)  # what has passed is not checked again
+    row.run(**a, backend=backend)  # arguments that passed once are not checked again
     for n, v in a.items():
         deeper = v[..., None]
         empty = v[..., :0]

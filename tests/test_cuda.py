@@ -1,7 +1,7 @@
 """The CUDA kernels without a GPU: run on a CPU by tools/cuda_shim.h, and compiled for GPUs where nvcc is found.
 
-The comparison is that of test_scan.py: float64 loop, every gradient, outputs filled with NaN, through longhorn_scan
-itself. A block's threads are fibers here; missing barriers are found by test_ptx.py.
+They are compared as in test_conformance.py: with a float64 recurrence, every gradient, outputs filled with NaN, through
+longhorn_scan itself. A block's threads are fibers here; test_ptx.py finds missing barriers.
 
     python -m pytest tests/test_cuda.py
 """
@@ -63,11 +63,11 @@ def shim(builds):
     return functools.cache(lambda *key: load_shim(builds, *key))
 
 
-ROWS = {  # update: dtype, (P, L), then B, T, D, N; each pair of the first two is compiled
+ROWS = {  # update: dtype, (P, L), then B, T, D, N; each new pair of dtype and (P, L) is compiled
     "longhorn": [(F32, PAIRS, 2, 33, 65, 16), (F32, PAIRS, 1, 33, 1, 10), (F32, (4, 4), 2, 37, 21, 16),
                  (F32, (4, 4), 1, 1, 5, 9), (F32, (4, 2), 1, 8, 66, 3), (F32, (4, 2), 2, 31, 3, 1),
                  (F32, (8, 16), 1, 35, 7, 128), (BF16, (8, 8), 1, 37, 21, 62),
-                 # whole chunks, blocks and states: rows fetched two tensors at once, four, one, and not at all
+                 # whole chunks, blocks and states: rows fetched for two tensors at once, four, one, or not at all
                  (BF16, PAIRS, 2, 64, 128, 16), (F32, (4, 4), 1, 96, 32, 16), (BF16, (8, 8), 1, 32, 16, 64),
                  (F32, PAIRS, 1, 64, 64, 16), (F32, (4, 2), 1, 32, 64, 4), (F32, (8, 16), 1, 64, 8, 128)],
     "exact": [(F32, (4, 4), 1, 35, 19, 13), (F32, (4, 4), 1, 64, 32, 16)],
@@ -83,7 +83,7 @@ def test_agrees_with_the_loop(shim, monkeypatch, update, segments, dtype, shape,
     use(monkeypatch, shim(update.split()[0], dtype, *shape), segments)
     a = inputs(update, B, T, D, N, dtype=dtype)
     assert not wrong(update, a)
-    if D in (128, 21, 8) or (segments, dtype) == (2, F32):  # negative strides, of rows fetched or not
+    if D in (128, 21, 8) or (segments, dtype) == (2, F32):  # negative strides, for rows fetched ahead or not
         assert not wrong(update, a, run=in_halves(OPERATORS[update].run, "z"), reverse=True)
     if segments > 1 and dtype == F32:
         a["x"] = four_bytes_on(a["x"])
@@ -96,7 +96,7 @@ def test_the_forward_may_have_another_layout_than_the_backward(shim, monkeypatch
 
 
 def four_bytes_on(v):
-    """The same numbers in float32, four bytes behind an address that can be fetched from."""
+    """The same float32 numbers, four bytes behind an address that is aligned for fetching."""
     return torch.nn.functional.pad(v, (1, 3))[..., 1:-3]
 
 
@@ -124,7 +124,7 @@ def test_nan_in_the_logits_reaches_the_output(shim, monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """launched(module, segments): what the calls that follow will have launched, by name."""
+    """launched(module, segments): a list that fills with the names of the kernels launched from now on."""
     def watch(module, segments=1):
         use(monkeypatch, module, segments)
         names, launch = [], type(module).launch
@@ -141,7 +141,7 @@ SEGMENTS = ("segment_state_kernel", "combine_kernel", WHOLE[0], "segment_grad_ke
 @pytest.mark.parametrize("segments,T,D,N,without,odd,expected", [
     (1, 64, 128, 16, (), None, WHOLE), (1, 63, 64, 16, (), None, PLAIN), (1, 64, 63, 16, (), None, PLAIN),
     (1, 64, 64, 15, (), None, PLAIN), (1, 64, 64, 16, ("z",), None, PLAIN), (2, 64, 64, 16, (), None, SEGMENTS),
-    *((1, 32, 64, 16, (), name, PLAIN) for name in ("x", "dt", "z", "k", "q"))])  # rows not to be fetched in pieces
+    *((1, 32, 64, 16, (), name, PLAIN) for name in ("x", "dt", "z", "k", "q"))])  # rows too unaligned to be fetched
 def test_whole_chunks_blocks_and_a_gate_have_kernels_of_their_own(launched, shim, segments, T, D, N, without, odd,
                                                                   expected):
     names, a = launched(shim("longhorn", F32, *PAIRS), segments), inputs("longhorn", 1, T, D, N, without=without)
@@ -154,7 +154,7 @@ def test_whole_chunks_blocks_and_a_gate_have_kernels_of_their_own(launched, shim
 
 
 def test_fetching_must_not_cost_shared_memory_that_is_not_there(launched, shim, monkeypatch):
-    """Of a block, and so that two blocks fit a multiprocessor that holds two without."""
+    """It must fit into a block, and two blocks must still fit a multiprocessor that holds two without fetching."""
     module = shim("longhorn", F32, *PAIRS)
     names, (plain, fetching) = launched(module), (module.shared[kernels[1]] for kernels in (PLAIN, WHOLE))
     two = lambda size: 2 * (size + cuda.RESERVED)
@@ -168,7 +168,7 @@ def test_fetching_must_not_cost_shared_memory_that_is_not_there(launched, shim, 
 
 @pytest.mark.parametrize("place", ("forward waits", "backward waits"))
 def test_what_is_fetched_is_not_there_before_it_is_awaited(builds, monkeypatch, place):
-    """A place in longhorn_scan.cu whose statement is left out: a chunk's rows are read too early."""
+    """With the wait at this place in longhorn_scan.cu removed, a chunk's rows are read too early."""
     source = with_mistake(source_of("longhorn"), place, "if (false)")
     use(monkeypatch, load_shim(builds, "longhorn", BF16, *PAIRS, source=source))
     assert wrong("longhorn", inputs("longhorn", 1, 64, 64, 16, BF16))
@@ -195,7 +195,7 @@ def test_convolution_of_views_and_of_nothing(shim, monkeypatch):
 
 @pytest.mark.parametrize("dtype,room", [(BF16, 10_016), (BF16, 0), (F16, 10_016), (F32, 0)])
 def test_loss(shim, monkeypatch, dtype, room):
-    """Rows that begin and end anywhere, in one piece, one round of a block and several."""
+    """For rows that begin and end anywhere, and take one piece, one round of a block or several."""
     use_alone(monkeypatch, shim("loss", dtype, room))
     for n, V in ((1, 1), (3, 2), (9, 15), (3, 64), (9, 301), (2, 2560), (3, 5003)):
         logits = (4 * torch.randn(n, V, generator=generator(V))).to(dtype)
@@ -209,7 +209,7 @@ def test_loss(shim, monkeypatch, dtype, room):
 
 @pytest.mark.parametrize("parts,n,columns", [(1, 1, 0), (12, 70, 1), (40, 64, 4), (0, 24, 3), (33, 31, 0)])
 def test_sums(shim, monkeypatch, parts, n, columns):
-    """Numbers of which each order of the parts has the same sum, so that one left out or taken twice is seen."""
+    """With integers, whose sum is exact in any order, so that a part left out or added twice shows."""
     use_alone(monkeypatch, shim("sums", F32, build.BLOCK_SUMS))
     whole = lambda *shape: torch.randint(-9, 9, (parts, *shape), generator=generator()).float()
     given = [whole(columns or 3, n), whole(3 * n), None, whole(5, n), whole(2)]
@@ -230,7 +230,7 @@ def test_loss_of_numbers_that_are_none(shim, monkeypatch):
 
 
 def test_loss_of_a_head(shim, monkeypatch):
-    """Without some of the targets, and without rows."""
+    """With some targets left out, and without any rows."""
     x, weight = torch.randn(6, 4, generator=generator()), torch.randn(70, 4, generator=generator(1))
     targets = torch.tensor([3, -1, 0, 69, -1, 7])
     plain = lambda **a: (linear_cross_entropy(**a, targets=targets, backend="torch"), None)
@@ -273,17 +273,17 @@ CUDA_COMPILERS = [pytest.param(name, marks=pytest.mark.skipif(path is None, reas
                   for name, path in COMPILERS.items()]
 
 
-# Shared memory of a multiprocessor, and the most that a block may have. All have 65,536 registers.
+# Shared memory of a multiprocessor, and the most that a block may use. All have 65,536 registers.
 ROOM = {"sm_80": (164 << 10, 163 << 10), "sm_89": (100 << 10, 99 << 10), "sm_90": (228 << 10, 227 << 10),
         "sm_120": (100 << 10, 99 << 10)}
-COMPILED = [  # update, dtype, (P, L), architecture: blocks of the forward and backward, and of those of whole chunks
+COMPILED = [  # update, dtype, (P, L), architecture, blocks at once of forward and backward, the same for whole chunks
     ("longhorn", BF16, PAIRS, "sm_90", (4, 3), (4, 3)), ("longhorn", F32, (4, 2), "sm_120", (4, 2), (3, 1)),
     ("mamba", F32, (4, 8), "sm_80", (3, 3), (3, 2))]
-with_nvcc = pytest.mark.skipif(COMPILERS["nvcc"] is None, reason="no nvcc: nothing is compiled with a report")
+with_nvcc = pytest.mark.skipif(COMPILERS["nvcc"] is None, reason="no nvcc, so no report of registers")
 
 
 def report(folder, architecture, update, *key):
-    """(the cubin, {kernel: registers}, {kernel: bytes of spills}) of kernels that nvcc compiles."""
+    """(the cubin, {kernel: registers}, {kernel: bytes of spills}) as compiled by nvcc."""
     command = [COMPILERS["nvcc"], "-cubin", *cuda.OPTIONS["nvcc"], f"-arch={architecture}", "-Xptxas=-v",
                *cuda.defines(update, *key), str(build.source_of(update).path)]
     run = subprocess.run([*command, "-o", str(folder / "out.cubin")], capture_output=True, text=True)
@@ -296,8 +296,8 @@ def report(folder, architecture, update, *key):
 
 
 def blocks_at_once(architecture, registers, shared):
-    """Blocks of 128 threads per multiprocessor: each of its four schedulers has 16,384 registers, and gives a warp a
-    multiple of 256. A block takes a kilobyte more than its shared memory."""
+    """How many blocks of 128 threads fit a multiprocessor: each of its four schedulers has 16,384 registers and gives
+    each warp a multiple of 256. A block takes a kilobyte besides its shared memory."""
     room, most = ROOM[architecture]
     warps = 16384 // (-(-registers * 32 // 256) * 256)
     return 0 if shared > most else min(room // (shared + 1024), warps)
@@ -307,7 +307,7 @@ def blocks_at_once(architecture, registers, shared):
 @pytest.mark.parametrize("update,dtype,shape,architecture,blocks,whole", COMPILED)
 def test_compiled_kernels_fit_as_many_blocks_as_the_layout_counts_on(tmp_path, update, dtype, shape, architecture,
                                                                      blocks, whole):
-    """And do not spill registers."""
+    """They also do not spill registers."""
     P, L = shape
     cubin, registers, spills = report(tmp_path, architecture, update, dtype, *shape)
     facts = struct.pack("<5q", build.CHUNK, ctypes.sizeof(build.ScanArgs), 128, 2 * 128 // L, P * L)
@@ -344,7 +344,7 @@ def test_the_compiled_loss_fits_two_blocks(tmp_path, architecture):
 @pytest.mark.parametrize("room", (228 << 10, 164 << 10, 100 << 10))
 @pytest.mark.parametrize("update", launch.UPDATES)
 def test_a_chosen_layout_can_be_launched(update, room):
-    """Two blocks of the backward per multiprocessor with up to 16 states; up to 128 states everywhere."""
+    """With up to 16 states, two backward blocks fit a multiprocessor; up to 128 states work on every GPU."""
     for N in (1, 8, 9, 16, 17, 32, 33, 64, 65, 100, 128, 129, 200, 256):
         for B, T, D in ((1, 1, 1), (1, 1024, 1536), (8, 4096, 1536), (64, 1024, 1536), (2, 32768, 2048)):
             try:
@@ -397,7 +397,7 @@ def test_another_tuning_or_compiler_is_another_file(tmp_path, monkeypatch):
 @pytest.fixture
 def prepare(monkeypatch):
     """prepare(B, T, D, ...): (blocks that share a row, segments of T, bytes that rows are aligned to, steps per
-    segment) of a call on an H200, without one: the kernels are not loaded."""
+    segment) for a call on an H200. It needs no H200, since the kernels are not loaded."""
     def module(update, dtype, shape, architecture, index):
         assert (architecture, index) == ("sm_90", 0)
         channels, states = (128 * shape[1], 0) if update == "conv" else (2 * 128 // shape[1], shape[0] * shape[1])
@@ -420,7 +420,7 @@ def prepare(monkeypatch):
 
 def test_what_is_prepared_for_a_gpu(prepare):
     assert prepare(2, 32768, 1536) == (12, 16, 16, 2048)  # 3 * 132 // 24 segments of whole chunks
-    assert prepare(8, 4096, 1536)[:2] == (24, 1)  # in the backward 12 and 4
+    assert prepare(8, 4096, 1536)[:2] == (24, 1)  # the backward has 12 and 4
     for whole in (dict(gated=False), dict(rows=2), dict(update="exact")):
         assert prepare(2, 32768, 1536, **whole)[1:3] == (1, 1)
     assert prepare(2, 32768 - 1, 1536)[1] == prepare(2, 32768, 1536 - 8)[1] == 1
@@ -428,8 +428,8 @@ def test_what_is_prepared_for_a_gpu(prepare):
 
 
 def test_what_a_driver_does_not_load_is_built_in_another_way(tmp_path, monkeypatch):
-    """A cubin of nvcc, one of NVRTC, then PTX of an architecture that the compilers know. Kernels of another CHUNK than
-    build.py's would write beside their tensors."""
+    """First nvcc's cubin, then NVRTC's, then PTX for an architecture that the compilers know. Kernels whose CHUNK
+    differs from build.py's are refused: they would write outside their tensors."""
     monkeypatch.setattr(cuda, "nvcc", lambda: "nvcc")
     monkeypatch.setattr(cuda, "nvrtc", lambda: "a library")
     tried, kernel = [], tmp_path / "kernel"
@@ -450,7 +450,7 @@ def test_what_a_driver_does_not_load_is_built_in_another_way(tmp_path, monkeypat
 
 
 def test_of_several_nvrtcs_pytorchs_own_version_is_taken(monkeypatch):
-    """A driver that is as old as PyTorch's CUDA may not load what a newer one compiles."""
+    """A driver as old as PyTorch's CUDA may not load what a newer NVRTC compiles."""
     monkeypatch.setattr(cuda.glob, "glob", lambda pattern: ["libnvrtc.so.13.8", "libnvrtc.so.12.8"])
     monkeypatch.setattr(cuda.ctypes, "CDLL", lambda path: mock.Mock(path=path))
     monkeypatch.setattr(cuda, "nvrtc_version", lambda library: library.path[-4:])
@@ -470,11 +470,11 @@ H200, A100, RTX = (132, 228 << 10), (108, 164 << 10), (128, 100 << 10)  # multip
 
 
 @pytest.mark.parametrize("B,T,splits,segments", [  # with 8 states per lane 12 blocks share a row, with 4 it is 24
-    (64, 1024, 12, 1),  # the paper's
+    (64, 1024, 12, 1),  # the paper's setting
     (16, 4096, 12, 1),  # 192 blocks for 132 multiprocessors
     (8, 4096, 12, 4),  # 96 blocks: 2.9 per multiprocessor, where three fit
     (1, 65536, 12, 33),  # one long sequence: 12 blocks
-    (1, 1024, 24, 8), (1, 200, 24, 1),  # short: over lanes
+    (1, 1024, 24, 8), (1, 200, 24, 1),  # short sequences are spread over lanes
     (16, 200, 24, 1), (22, 200, 12, 1)])  # 1.5 and 2 blocks per multiprocessor
 def test_the_layout_on_an_h200(prepare, B, T, splits, segments):
     assert prepare(B, T, 1536, backward=True)[:2] == (splits, segments)
@@ -490,7 +490,7 @@ def test_what_fits_no_gpu_block_is_refused_with_the_limit(gpu, update, N, most):
 
 @pytest.mark.parametrize("update", ("longhorn", "mamba"))
 def test_once_split_T_fills_the_gpu(update):
-    """As many blocks as the backward holds at once: less by at most one part."""
+    """There are as many blocks as the GPU runs at once in the backward, or fewer by less than one segment's."""
     for (gpu, least), blocks, dtype in itertools.product(((H200, 3), (A100, 2)), range(1, 200), (F32, BF16)):
         segments = launch.cuda_segments(update, dtype, PAIRS, blocks, 1 << 20, *gpu)
         least = 2 if update == "mamba" or dtype == F32 else least
@@ -504,7 +504,7 @@ def test_once_split_T_fills_the_gpu(update):
 def test_the_choice_to_split_can_be_tuned(prepare, monkeypatch):
     monkeypatch.setenv("LONGHORN_CUDA_DEFINES", "SPLIT_BELOW=2 FILL=4 STAGES=4")
     assert prepare(16, 4096, 1536)[1] == 2  # 1 without
-    assert cuda.defines("longhorn", BF16, *PAIRS)[-1] == "-DSTAGES=4"  # the compiler gets its own only
+    assert cuda.defines("longhorn", BF16, *PAIRS)[-1] == "-DSTAGES=4"  # the compiler gets only its own settings
 
 
 @pytest.mark.parametrize("T", (1, 31, 32, 33, 1000, 65536))
@@ -515,11 +515,11 @@ def test_segments_cover_T_in_whole_chunks(T):
 
 
 def gpu_failures(update, a, **kw):
-    """What the kernels get wrong, with the truth computed on the GPU too."""
+    """Where the kernels are wrong, with the truth computed on the GPU too."""
     fast, slow = ((lambda f=f, **a: f(**a, **kw).values()) for f in (OPERATORS[update].run, OPERATORS[update].true))
     a = {n: v.cuda() for n, v in a.items()}
     got = values_and_gradients(functools.partial(fast, backend="cuda"), a)
-    # a decay near 1 that is 2 ulp off is so T times: Mamba's, by an exponential that the hardware approximates
+    # Mamba's decay is an exponential that the hardware approximates: near 1 it is off by 2 ulp, T times over
     drift = 2 * a["x"].shape[1] * EPS if update.startswith("mamba") else 0.0
     errors = compare(got, values_and_gradients(slow, a, torch.float64), 64 * EPS + drift)
     return {n: row for n, row in errors.items() if not row["right"]}
@@ -559,7 +559,7 @@ def test_gpu_runs_agree_to_the_bit_also_on_another_stream_compiled_and_checkpoin
 @on_gpu
 def test_gpu_graph_replays():
     a = {n: v.cuda() for n, v in inputs("longhorn", 2, 100, 256, 16, dtype=BF16).items()}
-    longhorn_scan(**a)  # builds and loads the kernels: not allowed while capturing
+    longhorn_scan(**a)  # builds and loads the kernels, which is not allowed while capturing
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = longhorn_scan(**a)
@@ -570,11 +570,11 @@ def test_gpu_graph_replays():
 
 @on_gpu
 def test_gpu_more_than_two_to_the_31_elements(monkeypatch):
-    """The last row of a batch whose tensors pass 2^31 elements equals that row alone, with the kernels that fetch, and
-    so do its gradients."""
-    monkeypatch.setattr(launch, "cuda_segments", lambda *_: 1)  # one row alone would be split: rounds otherwise
+    """The last row of a batch with more than 2^31 elements per tensor gives the same results and gradients as that row
+    alone, with the kernels that fetch ahead."""
+    monkeypatch.setattr(launch, "cuda_segments", lambda *_: 1)  # a single row would be split and round differently
     B, T, D, N = 33, 65536, 1024, 16
-    if torch.cuda.mem_get_info()[0] < 100 * 2**30:  # free: other tests may run on it too
+    if torch.cuda.mem_get_info()[0] < 100 * 2**30:  # free memory: other tests may use the GPU too
         pytest.skip("needs 100 GB")
     widths = {"x": D, "dt": D, "k": N, "q": N, "z": D}
     a = {n: torch.randn(B, T, width, device="cuda", dtype=BF16).requires_grad_() for n, width in widths.items()}

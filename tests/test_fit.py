@@ -1,4 +1,4 @@
-"""fit.py and compare.py against independent truths: known constants, other minimisers, scipy, formulas."""
+"""Compares fit.py and compare.py with independent truths: known constants, other minimisers, scipy, formulas."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ from experiments.fit import CannotFit, fit_loss
 
 
 def runs(sizes=5, counts=5, noise=0.0):
-    """N, D, L of a grid with N in 1e6 .. 1e9 and D in 1e8 .. 1e11 and normal noise in log L."""
+    """N, D, L on a grid with N in 1e6 .. 1e9, D in 1e8 .. 1e11 and normal noise in log L."""
     N, D = (v.ravel() for v in np.meshgrid(np.geomspace(1e6, 1e9, sizes), np.geomspace(1e8, 1e11, counts)))
     L = 1.69 + 406.4 / N**0.34 + 410.7 / D**0.28
     return N, D, L * np.exp(noise * np.random.default_rng(2).standard_normal(len(N)))
@@ -24,7 +24,7 @@ def runs(sizes=5, counts=5, noise=0.0):
 # -------------------------------------------------------------------------------------------------------------- the law
 
 def huber_of(constants, N, D, L):
-    """Written once more: |r| - delta / 2 beyond delta, r^2 / (2 delta) below, times delta."""
+    """The Huber loss, written a second time: |r| - delta / 2 beyond delta, r^2 / (2 delta) below, times delta."""
     E, A, alpha, B, beta = constants
     off = np.abs(np.log(E + A / N**alpha + B / D**beta) - np.log(L))
     return np.where(off > 1e-3, 1e-3 * (off - 0.5e-3), off**2 / 2).sum()
@@ -35,7 +35,7 @@ def test_no_other_minimiser_finds_a_lower_loss():
     fitted = fit_loss(N, D, L)
     assert fitted.cost == pytest.approx(huber_of(fitted[:5], N, D, L))
 
-    def elsewhere(c):  # in coordinates in which Nelder and Mead get anywhere
+    def elsewhere(c):  # in coordinates in which Nelder-Mead makes progress
         constants = abs(c[0]), math.exp(c[1]) * 3e7 ** c[2], c[2], math.exp(c[3]) * 3e9 ** c[4], c[4]
         return huber_of(constants, N, D, L)
 
@@ -51,7 +51,7 @@ def test_a_floor_that_the_runs_do_not_show_is_0():
 
 
 def test_epochs_law_is_the_one_that_makes_chinchilla_optimal():
-    """Besiroglu et al. 2024: about 20 tokens per parameter at its 5.76e23 = 6 N D FLOPs."""
+    """Besiroglu et al. 2024: about 20 tokens per parameter at Chinchilla's 5.76e23 = 6 N D FLOPs."""
     N = np.geomspace(1e10, 1e12, 2001)
     best = N[fit.law(N, 5.76e23 / 6 / N, **fit.EPOCH).argmin()]
     assert 18 < 5.76e23 / 6 / best**2 < 25
@@ -99,7 +99,7 @@ def test_every_form_comes_back_from_its_own_sweep(form):
 
 
 def test_the_shape_of_the_noise_along_a_trunk():
-    """By hand: an SD of 2^-.4 at twice the tokens, a correlation of .7. Its scale is found again."""
+    """Drawn with an SD of 2^-.4 at twice the tokens and a correlation of .7: the fit finds its scale again."""
     shape = np.array([[1, 0.7 * 2**-0.4], [0.7 * 2**-0.4, 2**-0.8]])
     trunks = np.random.default_rng(0).multivariate_normal([1, 2], 1e-4 * shape, (4, 300))
     variance, df = fit.seed_noise(family()._replace(D=np.tile([MB, 2 * MB], (300, 1)), log_L=trunks))
@@ -107,7 +107,7 @@ def test_the_shape_of_the_noise_along_a_trunk():
 
 
 def test_the_compute_that_is_best_spent_on_parameters():
-    """By Hoffmann et al., a = beta / (alpha + beta) for C = 6 N D, where alpha A / N^alpha = beta B / D^beta."""
+    """Hoffmann et al.: a = beta / (alpha + beta) for C = 6 N D, where alpha A / N^alpha = beta B / D^beta."""
     fitted = fit.Fit(*CONSTANTS["additive"], 0)
     assert fit.allocation(fitted, family()) == pytest.approx(0.25 / 0.46, abs=2e-3)
     N = 2e5
@@ -117,7 +117,8 @@ def test_the_compute_that_is_best_spent_on_parameters():
 
 
 def test_a_family_that_needs_two_fifths_of_the_tokens():
-    """At every size and budget, so both slopes are 0; of the compute, by its FLOPs per token, too."""
+    """It does so at every size and budget, so both slopes are 0. Its share of the compute follows from the FLOPs per
+    token."""
     E, A, alpha, B, beta, *_ = CONSTANTS["additive"]
     b = family((E, A, alpha, B / 0.4**beta, beta), budgets=(0.5, 1, 2, 4, 8, 16), times=1.1)
     a = family(budgets=(0.25, 0.5, 1, 2, 4, 8, 16))
@@ -128,18 +129,19 @@ def test_a_family_that_needs_two_fifths_of_the_tokens():
     assert [read["per D"], read["per N"]] == pytest.approx([0, 0], abs=3e-3)
     fits = fit.Fit(*CONSTANTS["additive"], 0), fit.Fit(E, A, alpha, B / 0.4**beta, beta, 0, 1, 0)
     assert fit.compute_ratio(a, b, *fits) == pytest.approx({"compute": math.log2(0.4 * 1.5), "per C": 0}, abs=1e-3)
-    y = np.array([[1, 2, np.nan], [5, 5.5, 6]])  # by hand: slopes of 1 and .5 within, from one and four products
+    y = np.array([[1, 2, np.nan], [5, 5.5, 6]])  # by hand: within rows slopes of 1 and .5, weighted 1 and 4
     assert fit.slope_within(y, np.array([[0, 1, 2]] * 2), np.indices((2, 3))[0]) == pytest.approx((0.5 + 1) / 2.5)
 
 
 def test_one_run_more():
-    """Mean and SD over draws. A surplus of .01 at 16 MB is .01 x .7 x 2^-.4 at 32, more where it is its rate's too."""
+    """Mean and SD over draws. A surplus of .01 at 16 MB is .01 x .7 x 2^-.4 at 32 MB, or more if the learning rate
+    shares in it."""
     rng = np.random.default_rng(0)
     fitted = fit.Fit(*CONSTANTS["additive"], 0)
     seen = family(noise=0.001)
     seen.log_L[0] += 0.01
     variance, df = fit.seed_noise(seen)
-    variance *= df / (df - 2)  # Student's
+    variance *= df / (df - 2)  # the variance of Student's t
     at_16, both, at_32 = variance * 4**-1.6, variance * 0.7 * 2**-3.6, variance * 4**-2.0
     for cost, shared in ((0.0, 0.0), (0.004, 3.2e-5)):
         pull = (both + shared) / (at_16 + shared)
@@ -160,7 +162,7 @@ def test_a_power_law_goes_on_from_the_two_largest():
 
 
 def test_what_another_sweep_may_differ_by():
-    """Two seeds halve the variance; what is beyond it and the costs of rates is misfit."""
+    """Two seeds halve the variance; what exceeds it and the cost of the rates is misfit."""
     rng = np.random.default_rng(0)
     seen = family(noise=0.01)
     variance, df = fit.seed_noise(seen)
@@ -190,7 +192,7 @@ def test_intervals_grow_with_the_noise():
 
 
 def test_the_record_of_simulated_sweeps(tmp_path):
-    """A sweep per form; alpha is none of gamma's; 25 ratios at equal size."""
+    """One sweep per form; the form gamma has no alpha; 25 ratios at equal size."""
     path = tmp_path / "law/simulation.json"
     law_simulation.main([str(path), "--sweeps=3", "--draws=2"])
     record = json.loads(path.read_text())
@@ -202,10 +204,10 @@ def test_the_record_of_simulated_sweeps(tmp_path):
 
 
 def test_a_sweep_becomes_families():
-    """Rows in any order; sizes of one seed, budgets of one and what was left out do not count."""
+    """Rows come in any order. Sizes and budgets with a single seed do not count, nor do runs that were left out."""
     rows = [("seed", "40", 40, 1001, 9, 1e-3, 9.0), ("seed", "half", 64, 1001, 1, 1e-3, 9.0)]
     for width, seed, tokens in itertools.product((64, 128, 40), (1002, 1001), (3, 2, 1)):
-        times = 1 + (width == 40)  # another ladder of budgets
+        times = 1 + (width == 40)  # a different ladder of budgets
         rows.append(("seed", str(width), width, seed, times * tokens, 1e-3, 1 + width + tokens + (seed - 1000) / 10))
     for rate, seed in itertools.product((1e-3, 2e-3, 4e-3), (1, 2)):
         rows.append(("search", "64", 64, seed, 1, rate, 2 + math.log(rate / 2e-3) ** 2 + 10 * seed * rate))
@@ -250,7 +252,7 @@ def test_what_cannot_be_told_is_said():
 
 
 def test_the_ratio_at_half_the_rates():
-    """Longhorn's half as good as before: it needs twice what it needed, at the budgets at which that can be read."""
+    """If half the rate halves the value of a token for a, a needs twice as many, wherever that can be read off."""
     rows = []
     for (model, times), half, MBs in itertools.product([("a", 1), ("b", 0.5)], (False, True), (0.5, 1, 2, 4)):
         tokens = MBs * MB * times / (1 + (half and model == "a"))
@@ -304,19 +306,20 @@ def test_a_difference_is_welchs_or_the_pooled_t_where_documents_agree():
 def test_the_difference_of_pairs_is_the_paired_t():
     rng = np.random.default_rng(3)
     a = draw(rng, 6)
-    b = a + draw(rng, 6, sd=0.003)  # the same seed, mostly the same loss
+    b = a + draw(rng, 6, sd=0.003)  # for the same seed mostly the same loss
     d = compare.difference(a, b, W, (1.0, 30), paired=True)
     assert_is_the_t_test(d, stats.ttest_rel(a[:, 0], b[:, 0]))
-    for n in 1, 2:  # one pair has no SD, two hardly
+    for n in 1, 2:  # one pair has no SD, and two hardly have one
         assert compare.difference(a[:n], b[:n], W, (0.01, 5), paired=True).df == 5
-    effect = 0.02 * rng.standard_normal(9)  # on documents: pairing takes off only the noise of seeds
+    effect = 0.02 * rng.standard_normal(9)  # per document: pairing removes only the noise of seeds
     d = compare.difference(a + effect, a, W, paired=True)
     variance, _ = compare.document_variance(a[:1] + effect, a[:1], W)
     assert d.seeds_se < 1e-9 and d.documents_se == pytest.approx(math.sqrt(variance))
 
 
 def test_documents_that_disagree_widen_a_difference():
-    """Against the variance over many draws of documents, of unequal weight too; for equal ones also a textbook's."""
+    """Compared with the variance over many draws of documents, with equal and unequal weights, and for equal ones with
+    the textbook formula."""
     rng = np.random.default_rng(0)
     for w, noise in ((np.arange(1.0, 5), 0.001), (np.ones(40), 0.05), (np.ones(40), 0.01)):
         n, errors, share = len(w), [], w @ w / w.sum() ** 2
@@ -328,7 +331,7 @@ def test_documents_that_disagree_widen_a_difference():
         assert compare.document_variance(a, b, w)[1] == pytest.approx(1 / share - 1)
     d = compare.difference(a + effect, b, w, (1e-9, 8))
     clustered = np.std((a + effect - b).mean(0), ddof=1) / math.sqrt(40)
-    assert 0.9 * clustered < d.se < clustered  # the noise of five seeds in each document is taken off
+    assert 0.9 * clustered < d.se < clustered  # the noise of five seeds per document is subtracted
 
 
 def test_a_negative_variance_over_documents_takes_at_most_three_tenths_of_the_seeds():
@@ -344,7 +347,7 @@ def test_a_negative_variance_over_documents_takes_at_most_three_tenths_of_the_se
 
 
 def trained(documents=None, weights=None, search=None, noise=(0, 0)):
-    """A family at a size."""
+    """A family at one size, as compare.py reads it."""
     return SimpleNamespace(documents=documents, weights=weights, search=search, search_noise=noise)
 
 
@@ -360,13 +363,13 @@ def power_law(tokens):
 
 
 def exactly(mean, half=0.0):
-    """A Difference."""
+    """A Difference with this mean and half-width."""
     return compare.Difference(mean, mean - half, mean + half, 0, 9, 1, 0, 0)
 
 
 @pytest.mark.parametrize("times", [0.4, 0.98, 1.0, 1.03, 2.0])
 def test_a_multiplier_is_that_of_two_power_laws(times):
-    """b at T tokens has the loss of a at `times` T: a needs that many times b's tokens, whichever is better."""
+    """b at T tokens has a's loss at `times` T, so a needs `times` as many tokens as b, whichever is better."""
     a, b = curve_of(power_law), curve_of(lambda tokens: power_law(times * tokens))
     gap = power_law(2**20) - power_law(times * 2**20)
     m = compare.multiplier(exactly(gap, 0.005), a, b)
@@ -385,12 +388,12 @@ def test_multipliers_that_cannot_be_told():
     beyond = compare.multiplier(d, a, a)
     assert beyond.beyond and beyond.value < 0.2
     assert compare.multiplier(None, a, a) is compare.multiplier(d, a, curve_of(power_law, [2**20])) is None
-    rising = curve_of(lambda tokens: 1 + 1e-4 * tokens / 2**20)  # it overfits: the longest run is the worst
+    rising = curve_of(lambda tokens: 1 + 1e-4 * tokens / 2**20)  # overfits: the longest run is the worst
     noisy = curve_of(lambda tokens: 1.0, noise=0.01)
     for curves in (rising, a), (noisy, a), (a, rising):
         assert compare.multiplier(d, *curves) is None
     late = curve_of(lambda tokens: power_law(min(tokens, 2**20)) + (tokens > 2**20), [2**18, 2**19, 2**20, 2**21])
-    assert compare.multiplier(d, late, late).value < 0.5  # it overfits after this budget
+    assert compare.multiplier(d, late, late).value < 0.5  # overfits only beyond this budget
     assert compare.multiplier(exactly(-50.0), a, a) is None
 
 
@@ -403,27 +406,27 @@ def test_the_error_of_a_curve_is_in_the_multiplier():
         noisy = curve_of(power_law, noise=0.004, rng=rng)
         m = compare.multiplier(d, noisy, noisy)
         held += m.low <= truth <= m.high
-    assert 0.9 < held / 200 < 0.99  # three seeds: a normal quantile misses 15%
-    for gap in (0.2, -0.2):  # only the better one's curve is read
+    assert 0.9 < held / 200 < 0.99  # with three seeds, a normal quantile would miss 15%
+    for gap in (0.2, -0.2):  # only the better family's curve is used
         m = compare.multiplier(exactly(gap), noisy, curve_of(power_law))
         assert (m.low < m.value < m.high) == (gap < 0)
-    change = 0.02 * rng.standard_normal(40)  # of each document: other ones would have another curve
+    change = 0.02 * rng.standard_normal(40)  # differs by document, so the curve depends on the draw of documents
     same = trained({2**19: {s: 1 + change for s in range(3)}, 2**20: {s: np.ones(40) for s in range(3)}}, np.ones(40))
     other = trained({2**19: {s: 0.1 * s * np.ones(40) for s in range(3)}, 2**20: same.documents[2**20]})
     variance = change.var(ddof=1) / 40
-    for families, of_seeds in ([same], 0.0), ([other], 0.1**2 / 3):  # all of the size
+    for families, of_seeds in ([same], 0.0), ([other], 0.1**2 / 3):  # all families of this size
         assert compare.Curve(same, 2**20, families).se[0] ** 2 == pytest.approx(variance + of_seeds)
 
 
 def search_of(best, noise):
-    """A search with a true parabola around `best`, by four seeds of unlike level; noise (seeds, rates)."""
+    """A search along a true parabola around `best`, with four seeds at different levels; noise: (seeds, rates)."""
     rates = [1e-3, 2e-3, 4e-3, 8e-3]
     losses = 1.6 + 0.05 * np.log(np.array(rates) / best) ** 2 + np.arange(4)[:, None] + 0.009 * noise
     return {rate: dict(enumerate(column)) for rate, column in zip(rates, losses.T.tolist(), strict=True)}
 
 
 def test_what_the_errors_of_rates_cost_a_sweep():
-    """By hand: curvature over loss times the variance of a vertex, or that of three rates around their line."""
+    """By hand: curvature / loss times the variance of a vertex, or the scatter of three rates around their line."""
     search = search_of(2.8e-3, np.random.default_rng(0).standard_normal((4, 4)))
     known = compare.look_at_search(search, None)
     share = known.curvature / min(np.mean([*losses.values()]) for losses in search.values())
@@ -434,14 +437,14 @@ def test_what_the_errors_of_rates_cost_a_sweep():
     x = np.log([*rates])
     y = np.log([*rates.values()])
     off = y - np.polyval(np.polyfit(x, y, 1), x)
-    away = 1 / 3 + (math.log(4096) - x.mean()) ** 2 / (3 * x.var())  # where the line is less sure
+    away = 1 / 3 + (math.log(4096) - x.mean()) ** 2 / (3 * x.var())  # the line is less certain there
     costs = law.rate_costs({64: search}, rates, np.array([128, 4096]))
     assert costs == pytest.approx(share * (off @ off) * np.array([1, away]))
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.9])
 def test_the_error_of_the_chosen_rates_is_what_they_cost(correlation):
-    """Against what the chosen rates of many searches cost by the true parabola."""
+    """Compared with what the rates chosen in many searches cost on the true parabola."""
     rng = np.random.default_rng(4)
     costs, told = [], []
     for _ in range(600):
@@ -452,11 +455,11 @@ def test_the_error_of_the_chosen_rates_is_what_they_cost(correlation):
         costs.append(0.05 * (math.log(rates[0] / best) ** 2 - math.log(rates[1] / best) ** 2))
         told.append(compare.rate_variance(*(trained(search=search) for search in searches))[0])
     ratio = np.mean(told) / np.mean(np.square(costs))
-    assert 0.7 < ratio < (1.4 if correlation == 0 else 2.5)  # what is shared cancels, but for the noise of estimates
+    assert 0.7 < ratio < (1.4 if correlation == 0 else 2.5)  # shared noise cancels, except in the estimates
 
 
 def test_the_variance_of_rates_is_that_of_a_parabolas_vertex():
-    """One seed per rate: the second moment of c (e_a^2 - e_b^2) is 4 c^2 var(e)^2, here with finite differences."""
+    """With one seed per rate, c (e_a^2 - e_b^2) has the second moment 4 c^2 var(e)^2; by finite differences here."""
     rates, losses = np.array([1e-3, 2e-3, 4e-3, 8e-3]), np.array([1.62, 1.6, 1.61, 1.7])
 
     def vertex(y):
@@ -502,7 +505,7 @@ def test_winner_needs_to_beat_every_other():
     told = lambda a, b: p[b]
     assert compare.winner({"x": 3.0, "far": 3.5}, told).family == "x"
     best = compare.winner({"x": 3.0, "near": 3.1, "far": 3.5, "other": 3.2}, told)
-    # Holm by hand: 3 x 0.001, 2 x 0.02, and 0.03, which may not be below the one before
+    # Holm by hand: 3 x 0.001, 2 x 0.02, and 0.03, which is raised to the one before
     assert best.family == "x" and "p <= 0.04 after" in best.reason
     p["other"] = 0.03
     assert compare.winner({"x": 3.0, "near": 3.1, "far": 3.5, "other": 3.2}, told).family is None

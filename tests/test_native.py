@@ -36,7 +36,7 @@ def scan_inputs():
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """As in a new process with an empty build folder: nothing chosen, nothing said."""
+    """As in a new process with an empty build folder: no backend is chosen, and no line is printed yet."""
     monkeypatch.setenv("LONGHORN_BUILD_DIR", str(tmp_path / "deep" / "build"))
     for f in CACHES:
         f.cache_clear()
@@ -46,7 +46,7 @@ def fresh(monkeypatch, tmp_path):
 
 
 def fake_compiler(folder, body):
-    """A compiler that knows its version and then does `body`."""
+    """A fake compiler that answers --version and otherwise runs `body`."""
     path = folder / "fake-c++"
     path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && {{ echo fake 1.0; exit 0; }}\nfor out; do :; done\n{body}\n')
     path.chmod(0o755)
@@ -59,7 +59,7 @@ def quote(path):
 
 @pytest.fixture
 def copying(request, tmp_path, monkeypatch):
-    """As `fresh`, with a compiler that copies what is built already."""
+    """Like `fresh`, with a compiler that copies the library already built."""
     built = build.build()[0]
     request.getfixturevalue("fresh")
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, f'cp {quote(built)} "$out"'))
@@ -75,7 +75,7 @@ def source(tmp_path):
 
 
 def test_a_cached_library_that_was_cut_short_or_zeroed_is_built_again(source, tmp_path):
-    """Loaded, it would end every process with SIGBUS, or compute something else."""
+    """If loaded, it would kill every process with SIGBUS or compute something else."""
     path, seconds = build.build([source], tmp_path)
     assert seconds > 0
     good = path.read_bytes()
@@ -101,8 +101,8 @@ def give_away(path):
 @pytest.mark.parametrize("how", [lambda path: path.chmod(0o775), lambda path: path.chmod(0o757), give_away],
                          ids=["of a group", "of all", "of another user"])
 def test_nothing_is_loaded_that_another_user_could_have_written(source, tmp_path, monkeypatch, capfd, which, how):
-    """The same library at the same place, with the right hash in its name; from a folder of others it is built in our
-    own, and refused where we have none."""
+    """Not even the same library, in its place and with the right hash in its name. If others may write to the folder,
+    it is built in the user's own cache; if they may write there too, it is refused."""
     build.say_once.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder, before = tmp_path / "build", os.umask(0o002)  # as on many systems
@@ -132,7 +132,7 @@ def test_another_source_flags_cpu_or_compiler_are_another_file(change, source, t
     first, _ = build.build([source], tmp_path)
     if change == "source":
         source.write_text(TINY_SOURCE % 2)
-    elif "header" in change:  # which the sources include
+    elif "header" in change:  # the sources include it
         shutil.copy(build.HEADER, tmp_path)
         monkeypatch.setattr(build, "HEADER", tmp_path / "lanes.h")
         (tmp_path / ("lanes.h" if change == "header" else "more.h")).write_text("// edited")
@@ -149,7 +149,7 @@ def test_another_source_flags_cpu_or_compiler_are_another_file(change, source, t
 
 @pytest.mark.usefixtures("fresh")
 def test_a_source_that_does_not_compile_stops_a_run_and_a_machine_that_cannot_does_not(source, tmp_path, monkeypatch):
-    """Plain PyTorch would train without the edit."""
+    """If it did not stop, plain PyTorch would train without the edit."""
     source.write_text("int x = edited;")
     monkeypatch.setenv("CXX", " ")  # as if it were not set
     with pytest.raises(build.Broken, match="could not build a.cu: .*edited"):
@@ -175,7 +175,7 @@ def test_a_source_that_is_edited_while_it_is_compiled_is_not_cached(source, tmp_
     assert not list((tmp_path / "build").glob("*.so"))
 
 
-# Building needs no PyTorch, and importing it takes longer than the build: these processes do without.
+# Building needs no PyTorch, and importing it takes longer than the build, so these processes do without.
 LEAN = """
 import sys, unittest.mock
 sys.modules["torch"] = unittest.mock.MagicMock()
@@ -184,8 +184,8 @@ from kernels import build, choose
 
 
 def test_four_processes_at_once_build_once(start, tmp_path):
-    """On an empty folder, all before the first has built: one compiles, the others wait, and all load the same file.
-    The compiler is held until all four have found nothing built and stand at the lock."""
+    """They start with an empty folder: one compiles, the others wait, and all load the same file. The compiler is held
+    until all four have found nothing built and wait for the lock."""
     log, go, folder = tmp_path / "log", tmp_path / "go", tmp_path / "build"
     body = (f'echo build >> {quote(log)}\nuntil [ -e {quote(go)} ]; do sleep 0.05; done\n'
             f'cp {quote(build.build()[0])} "$out"')
@@ -212,7 +212,7 @@ print(path, seconds > 0, build.load(path).longhorn_chunk(), sep="|")
 
 
 def test_without_openmp_one_thread(source, tmp_path, monkeypatch):
-    """A compiler that refuses -fopenmp, as Apple's does, builds without it."""
+    """With a compiler that refuses -fopenmp, as Apple's does, the library is built without it."""
     refuse = 'for a; do [ "$a" = -fopenmp ] && { echo no OpenMP >&2; exit 1; }; done'
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, f'{refuse}; exec {COMPILER} "$@"'))
     source.write_text("#ifdef _OPENMP\n#error built with OpenMP\n#endif\n" + TINY_SOURCE % 3)
@@ -222,8 +222,8 @@ def test_without_openmp_one_thread(source, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_one_openmp_runtime():
-    """PyTorch brings its own libgomp; a second one in the process would put its threads on the same cores. In a process
-    of its own: scikit-learn, which other tests may have loaded, has one too."""
+    """PyTorch brings its own libgomp; a second one would put its threads on the same cores. The test uses a new
+    process, because scikit-learn, which other tests may have loaded, brings one too."""
     code = """
 import torch
 from kernels import build, choose
@@ -237,7 +237,7 @@ print(open("/proc/self/maps").read())"""
 
 @pytest.mark.parametrize("struct", ("ScanArgs", "ConvArgs", "NormArgs"))
 def test_fields_stand_in_the_same_order(struct):
-    """The size check cannot see two fields exchanged, and a kernel would write where it must not."""
+    """The size check cannot notice two swapped fields, with which a kernel would write to the wrong place."""
     text = build.SCAN.read_text() + build.CONV.read_text()
     body = re.search(rf"struct {struct} \{{(.*?)\n\}};", text, re.S).group(1)
     body = re.sub(r"//[^\n]*|\b(const|void|float|double|int64_t)\b|\*", "", body)
@@ -260,7 +260,7 @@ def test_a_changed_struct_or_constant_is_refused(source, tmp_path, wrong):
 
 # --------------------------------------------------------------------------------------------------- choosing, refusing
 
-FAILING = {  # what fails: (environment, or what a fake compiler does; words that the error carries)
+FAILING = {  # what fails: (the environment, or what a fake compiler does; words in the error)
     "the compiler does not start": ({"CXX": "/bin/false"}, "'/bin/false' does not run"),
     "no compiler is found": ({"CXX": "", "PATH": ""}, "no C++ compiler found (install g++ or clang++, or set CXX)"),
     "the folder is a file": ({"LONGHORN_BUILD_DIR": "/dev/null"}, "/dev/null"),
@@ -308,7 +308,7 @@ def test_what_runs_is_said_once_and_by_one_rank(copying, monkeypatch, capfd):
 
 
 def test_a_machine_is_judged_by_its_oldest_visible_gpu(fresh, monkeypatch):
-    """A model may be on any of them, not only on the current one."""
+    """A model may be on any GPU, not only on the current one."""
     capabilities = [(9, 0), (7, 5)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
@@ -352,7 +352,7 @@ def test_choose():
         choose.plain("rms_norm", "scan").__enter__()
 
 
-# Operator, backend, device, dtype; words of the line.
+# Operator, backend, device and dtype; words in the line.
 REFUSED = """
 mesa nvidia cpu -              unknown backend 'nvidia': choose one of torch, cpu
 rms_norm cuda cpu -            backend 'cuda' cannot run here:
@@ -376,7 +376,7 @@ def test_what_cannot_run_is_refused_in_a_line(given, words):
 
 
 def test_the_plain_body_runs_inside_a_compiled_model():
-    """As a break in the graph, where it is a loop over time."""
+    """A body that loops over time breaks the graph."""
     torch._dynamo.reset()
     row = OPERATORS["wkv4"]
     twice = lambda a: row.run("torch", **a)["y"] * 2

@@ -47,7 +47,7 @@ def described(lm, optimizers):
 @pytest.mark.parametrize("family, change", [*((family, lambda lm: None) for family in FAMILIES), ("longhorn", share),
                                             ("longhorn", compute)])
 def test_every_parameter_is_in_one_group(family, change, optimizer):
-    """Also one that two maps share, or of which a matrix is computed."""
+    """Also a parameter that two maps share, or from which a parametrization computes the weight."""
     lm, optimizers = build(family, optimizer, change)
     names = {name for name, _ in lm.named_parameters()}
     decayed, matrices = set(optim.decayed(lm)), set()
@@ -66,7 +66,7 @@ def test_every_parameter_is_in_one_group(family, change, optimizer):
 def test_the_schedule_scales_each_groups_own_rate():
     _, optimizers = build("longhorn", "muon")
     optimizers[1].param_groups[1]["initial_lr"] = 5.0
-    for factor in (0.5, 0.1, 1.0):  # of the initial rate, not of the last one
+    for factor in (0.5, 0.1, 1.0):  # times the initial rate, not the last one
         set_learning_rate(optimizers, factor)
         assert [o.param_groups[0]["lr"] for o in optimizers] == pytest.approx([factor * 1e-2] * 2)
         assert optimizers[1].param_groups[1]["lr"] == pytest.approx(factor * 5.0)
@@ -74,7 +74,7 @@ def test_the_schedule_scales_each_groups_own_rate():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_of_a_fused_projection_are_matrices_of_their_own(family):
-    """Two steps equal torch.optim.Muon's on copies of the separate maps."""
+    """Two steps equal those of torch.optim.Muon on copies of the separate maps."""
     lm, optimizers = build(family, "muon")
     rows = muon_matrices(lm)
     assert all(sum(parts) == len(lm.get_parameter(name)) for name, parts in rows.items())
@@ -94,7 +94,7 @@ def test_parts_of_a_fused_projection_are_matrices_of_their_own(family):
         assert torch.equal(lm.get_parameter(name), torch.cat([part.detach() for part in parts])), name
     optimizers[0].zero_grad()
     assert all(lm.get_parameter(name).grad is None for name in rows)
-    optimizers[0].step()  # a map that forward leaves out has no gradient
+    optimizers[0].step()  # must not fail: a map that forward does not use has no gradient
 
 
 @pytest.mark.parametrize("family, name, rows", [

@@ -1,4 +1,4 @@
-"""runtime/records.py: what a reader finds after a run that was killed or resumed. `pytest tests/test_records.py`"""
+"""runtime/records.py: what a reader finds after a run was killed or resumed. `pytest tests/test_records.py`"""
 
 import errno
 import itertools
@@ -37,11 +37,11 @@ def write_log(folder, *events, tail=""):
 
 
 def test_events_come_back_in_order_and_by_kind(tmp_path):
-    """Up to the step from which a run is resumed: what lies beyond goes, and a torn line."""
+    """Up to the step from which a run is resumed: later events are dropped, and so is a torn line."""
     log = Log(tmp_path)
     written = [log.write("train", 1, train_loss=2.5), log.write("eval", 1, val_loss=2.0),
                log.write("train", 2, train_loss=2.25)]
-    assert read_log(tmp_path) == written  # each line is on disk as soon as it was written
+    assert read_log(tmp_path) == written  # each line is on disk as soon as it is written
     assert written[0] == {"event": "train", "step": 1, "train_loss": 2.5} and read_log(tmp_path, "eval") == written[1:2]
     assert read_log(tmp_path, "skipped") == read_log(tmp_path / "nowhere") == []
     with open(log.path, "a") as f:
@@ -55,7 +55,7 @@ def test_events_come_back_in_order_and_by_kind(tmp_path):
 
 
 def test_a_torn_last_line_is_left_out(tmp_path):
-    """However many characters of it a kill left; all of them without the line's end is a whole event."""
+    """However many of its characters a kill left. With all but the newline, the event counts."""
     events, last = [train_event(1, 3.0), train_event(2, 2.0)], json.dumps(train_event(3, 1.0))
     for cut in range(1, len(last) + 1):
         write_log(tmp_path, *events, tail=last[:cut])
@@ -70,7 +70,7 @@ def test_what_is_not_finite_becomes_null(tmp_path):
 
 
 def test_files_are_written_whole_or_not_at_all(tmp_path):
-    """Records, logs and checkpoints: where a write fails, the old file is as it was, and there is no litter."""
+    """Records, logs and checkpoints: if a write fails, the old file is unchanged and no temporary file is left."""
     result, weights = tmp_path / "result.json", tmp_path / "c"
     write_log(tmp_path, train_event(1, 3.0))
     write_json(result, {"val_loss": 1.5, "list": [1, 2]})
@@ -89,7 +89,7 @@ def test_files_are_written_whole_or_not_at_all(tmp_path):
 
 
 def test_a_line_that_the_disk_cuts_is_written_again(tmp_path):
-    """A file may not grow beyond the middle of the second line: the system then writes what has room, as on a full
+    """The file may not grow beyond the middle of the second line: the system then writes as much as fits, as on a full
     disk."""
     log, (limit, most) = Log(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     log.write("train", 1, train_loss=3.0)
@@ -103,7 +103,7 @@ def test_a_line_that_the_disk_cuts_is_written_again(tmp_path):
     assert [e["step"] for e in read_log(tmp_path)] == [1] and log.path.read_bytes().endswith(b"}\n")
     log.write("train", 4, train_loss=1.0)
     assert [e["step"] for e in read_log(tmp_path)] == [1, 2, 3, 4]
-    assert Log(tmp_path, 4, log.crc32).damage == ""  # the checksum that checkpoints have is that of the whole file
+    assert Log(tmp_path, 4, log.crc32).damage == ""  # checkpoints hold the checksum of the whole file
     assert "is not the log of this checkpoint" in Log(tmp_path, 3, log.crc32).damage
 
 
@@ -129,7 +129,7 @@ def test_a_damaged_record_is_none(tmp_path, content):
         read_json(path)
     assert not records.is_finished(tmp_path)
     path.unlink()
-    path.write_text(json.dumps({"a": "\udcff\N{GRINNING FACE}"}))  # of a file's name that is not UTF-8
+    path.write_text(json.dumps({"a": "\udcff\N{GRINNING FACE}"}))  # as from a file name that is not UTF-8
     assert read_json(path) == {"a": "?\N{GRINNING FACE}"}
     for damage in (lambda r: r["b"], lambda r: r["a"]["b"], lambda r: r["a"] + "x", lambda r: r.a, lambda r: [][0]):
         with pytest.raises(BadRecord, match="its records"), records.fields():
@@ -153,11 +153,11 @@ def test_a_folder_has_one_lock_whatever_it_is_called_and_no_link_is_followed(tmp
 
 
 def test_only_what_a_dead_process_of_this_host_left_is_deleted(tmp_path):
-    """Two hosts write to a shared folder, or two processes: what one is writing the other must not delete."""
+    """Two hosts or processes may write to a shared folder: neither may delete what the other is writing."""
     mine, dead = tmp_path / "result.json", left_behind(tmp_path / "result.json")
     host, pid, start = re.fullmatch(r"result.json.tmp-(.+)-(\d+)-(\d+)", dead.name).groups()
     of = lambda *parts: f"result.json.tmp-{'-'.join(map(str, parts))}"
-    gone = [dead.name, of(host, os.getpid(), 1)]  # a process that had this one's number before
+    gone = [dead.name, of(host, os.getpid(), 1)]  # an earlier process with this one's number
     kept = [of("elsewhere", pid, start), Path(files.temporary(mine)).name, of(host, os.getppid(),
             files.started(os.getppid())), "result.json.tmp-17", "result.json.tmp-", "mine.tmp-3", "x.json"]
     for clean in (lambda: lock_folder(tmp_path).close(), lambda: write_json(tmp_path / "result.json", {})):
@@ -165,8 +165,8 @@ def test_only_what_a_dead_process_of_this_host_left_is_deleted(tmp_path):
             (tmp_path / name).touch()
         clean()
         left = set(os.listdir(tmp_path)) - {".lock", "result.json"}
-        assert left in ({*kept}, {*kept} - {Path(files.temporary(mine)).name})  # the writer's own is renamed
-    other = tmp_path / dead.name.replace("result.json", "train.bin")  # who locks the folder clears it of any file's
+        assert left in ({*kept}, {*kept} - {Path(files.temporary(mine)).name})  # the writer renames its own
+    other = tmp_path / dead.name.replace("result.json", "train.bin")  # locking clears leftovers of every file
     other.touch()
     lock_folder(tmp_path).close()
     assert not other.exists()
@@ -185,10 +185,10 @@ def test_environment_says_where_it_ran(monkeypatch):
 def test_the_commit_and_whether_there_are_changes(tmp_path, monkeypatch):
     for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "LONGHORN_COMMIT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))  # whatever lies above
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))  # whatever repository lies above
     monkeypatch.setattr(records, "ROOT", tmp_path)
     assert code_version() == {"commit": None, "uncommitted_changes": None}
-    monkeypatch.setenv("LONGHORN_COMMIT", "abc")  # of a copy without .git
+    monkeypatch.setenv("LONGHORN_COMMIT", "abc")  # for a copy without .git
     assert code_version() == {"commit": "abc", "uncommitted_changes": None}
     (tmp_path / "results").mkdir()
     for name in ("model.py", "results/scan.json"):
@@ -200,7 +200,7 @@ def test_the_commit_and_whether_there_are_changes(tmp_path, monkeypatch):
     git("commit", "-q", "-m", "first")
     clean = code_version()  # git knows better than the variable
     assert len(clean["commit"]) == 40 and clean["uncommitted_changes"] is False
-    (tmp_path / "results" / "scan.json").write_text("2")  # what a measurement leaves
+    (tmp_path / "results" / "scan.json").write_text("2")  # as a measurement does
     assert code_version() == clean
     (tmp_path / "plot.py").write_text("2")
     assert code_version() == {**clean, "uncommitted_changes": True}
@@ -224,7 +224,8 @@ def test_a_curve_is_drawn_of_whatever_there_is_in_a_folder_of_any_name(tmp_path)
 
 
 def test_the_numbers_of_a_resumed_run_and_their_units(tmp_path, monkeypatch, capsys):
-    """From step 3 on, with a line every second step: the first is of one step. A step takes 3 s, a pause after it 5."""
+    """From step 3 on, with a line every second step, so that the first covers one step. A step takes 3 s, the pause
+    after it 5."""
     now = [1000.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(telemetry, "peak_flops", lambda name: 1e6)
@@ -241,8 +242,8 @@ def test_the_numbers_of_a_resumed_run_and_their_units(tmp_path, monkeypatch, cap
         now[0] += 3
         t.log(step, train_loss=4.0, lr=1e-3)
         now[0] += 5
-    t.log_evaluation(4, {"val_loss": 2.0, "compare_loss": 3.0})  # of a step before, so that it is logged
-    assert t.val_loss == 3.0, "not the best: that is chosen on the same tokens"
+    t.log_evaluation(4, {"val_loss": 2.0, "compare_loss": 3.0})  # for an earlier step, so that it is logged
+    assert t.val_loss == 3.0, "the best checkpoint is chosen by compare_loss, always on the same tokens"
     assert t.finish(None) == {"val_loss": 2.0}
     said = capsys.readouterr().out
     assert "6 steps of 700 tokens = 1.25 epochs, 2 micro-batches per step" in said
@@ -258,16 +259,16 @@ def test_the_numbers_of_a_resumed_run_and_their_units(tmp_path, monkeypatch, cap
              "flops": 126000, "processes": 2, "best_val_loss": 2.5, "val_loss": 2.0, "code": "b", "seed": 9,
              "commit": "c0", "dtype": "bfloat16", "device_name": "cpu"}
     assert result.items() >= about.items() and 0.98 * peak < result["memory_bytes"] <= peak
-    config.dtype = "float32"  # the peak is that of 16 bits
+    config.dtype = "float32"  # the peak is known only for 16 bits
     t.log(7)
-    assert t.val_loss is None, "of a step without an evaluation"
+    assert t.val_loss is None, "this step has no evaluation"
     assert read_log(tmp_path, "train")[2]["step"] == 8 and "mfu" not in read_log(tmp_path, "train")[2]
 
 
 @pytest.mark.parametrize("resume, minutes, seconds", [
     ("auto", 2, 60), ("auto", 9.5, 285), ("auto", 10.5, 300), ("never", 2, 0)])
 def test_a_run_waits_for_the_one_that_may_still_save_what_it_resumes(tmp_path, monkeypatch, resume, minutes, seconds):
-    """Half of timeout_minutes, at most five minutes."""
+    """It waits for half of timeout_minutes, at most five minutes."""
     lock = mock.Mock()
     monkeypatch.setattr(files, "lock_folder", lock)
     with Folder(TrainConfig(out_dir=str(tmp_path), resume=resume, timeout_minutes=minutes), None, None):
