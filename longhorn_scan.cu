@@ -194,7 +194,7 @@ struct Mamba {                                                 // rates are A / 
 // copies if T, D, N and the addresses allow it (WarpRows), else read from their rows, coalesced since channels are
 // contiguous.
 //
-// By count of instructions and bytes these kernels are bound by instructions, not memory (no hardware counters were
+// Counting instructions and bytes, these kernels are bound by instructions, not memory (no hardware counters were
 // read): hence 32-bit steps and byte strides (an address is one multiply-add), and an order of states in registers that
 // depends on the lane (ChannelSums).
 
@@ -885,7 +885,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
                 dbias += in ? d.ddt : 0.0f;
                 dskip += gated[0] * steps[i][0].x;
             }
-            if (U::norm) {                                               // 4 values per channel: too few for orders
+            if (U::norm) {                                               // 4 values per channel: no need for orders
                 const ChannelSums<SUB, 1> step_sums(at.lane);
                 step_sums(dkk, at.lane);
                 if (step_sums.writer)

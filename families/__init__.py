@@ -1,7 +1,7 @@
 """All families: those of model.py and mixers.py, and those of the files in this folder, where yours go too.
 
-A file holds mixers and adds a row to FAMILIES. Every program imports this folder, and with it each of its files; one
-that cannot be imported ends the program in a line with its name.
+A file holds mixers and adds a row to FAMILIES. Every program imports this folder, and with it each of its files; if one
+cannot be imported, the program ends with a line that names it.
 """
 
 import importlib

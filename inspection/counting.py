@@ -64,7 +64,7 @@ def mixing_flops(mixer, T):
     if rule is None:
         return None
     tensors = initial_tensors(mixer)
-    S = max(reversed(tensors), key=torch.Tensor.dim).numel() if tensors else None  # the last of most dimensions
+    S = max(reversed(tensors), key=torch.Tensor.dim).numel() if tensors else None  # the last with the most dimensions
     try:
         return rule(mixer, T, S) + (2 * mixer.conv_weight.numel() if hasattr(mixer, "conv_weight") else 0)
     except (AttributeError, TypeError):  # a user's mixer that keeps no state, or has other names for its sizes

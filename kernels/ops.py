@@ -296,7 +296,7 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, reverse=False, ba
         silu: apply SiLU to the result.
         reverse: run from the last step to the first, as if x were flipped in T and y flipped back.
         backend: as for `longhorn_scan`; 'fused' calls causal-conv1d, or the native kernel if there is a state, W is not
-            2 to 4, or D or a stride is no multiple of 8. On a GPU, call it once before capturing a CUDA graph.
+            2 to 4, or D or a stride is not a multiple of 8. On a GPU, call it once before capturing a CUDA graph.
 
     Returns:
         y (B, T, D) in x's dtype, differentiable once. `conv_state(x, state, W)` is the state after it.
