@@ -894,7 +894,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
             }
             __syncthreads();
             #pragma unroll
-            // this block's rows of dk and dq, over its warps in order
+            // this block's rows of dk and dq, summed over warps in order
             for (int n = 0; n < (2 * SUB * NP + THREADS - 1) / THREADS; n++) {
                 const int i = at.tid + n * THREADS, step = i / NP % SUB, from = i % NP, j = state_at<P, L>(from);
                 const int r = sub * SUB + step;

@@ -271,8 +271,8 @@ def open_data(config, device):
                               "document: give --end_of_text, or use --documents=join")
         config.end_of_text = first.meta["end_of_text"]
     if not -1 <= config.end_of_text < first.vocab_size:
-        raise ConfigError(f"end_of_text {config.end_of_text} is no token of {first.folder}: it must be 0 or more and "
-                          f"below {first.vocab_size}, or -1 for the data's own")
+        raise ConfigError(f"end_of_text {config.end_of_text} is not a token of {first.folder}: it must be 0 or more "
+                          f"and below {first.vocab_size}, or -1 for the data's own")
     if config.vocab_size == 0:
         config.vocab_size = math.ceil(first.vocab_size / 64) * 64
     if len(parts) == 1:

@@ -302,8 +302,8 @@ def self_check(model, dtype=torch.float32, compiled=False):
     began, device, backend = time.perf_counter(), next(model.parameters()).device, model.config.backend
     in_16_bits, line = dtype != torch.float32 and backend != "torch", ""
     precision = torch.get_float32_matmul_precision()
-    way_out = (f"correct that, or if other sizes run define toy(self, backend) in {type(model).__name__}, returning a "
-               "model of such, as Recall of experiments/recall/models.py does")
+    way_out = (f"correct that, or if other sizes run define toy(self, backend) in {type(model).__name__} to return a "
+               "model of those, as Recall of experiments/recall/models.py does")
     torch.set_float32_matmul_precision("highest")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), constants(short(is_packed(model))):
         try:

@@ -185,7 +185,7 @@ def _private(folder):
     with contextlib.suppress(OSError):
         cache.mkdir(0o700, parents=True, exist_ok=True)
     if not cache.is_dir() or not _is_ours(cache):
-        raise OSError(f"other users may write to {folder}, and {cache} is no folder of ours: set LONGHORN_BUILD_DIR to "
+        raise OSError(f"other users may write to {folder}, and {cache} is not yours alone: set LONGHORN_BUILD_DIR to "
                       "a folder that only you can write to")
     say_once(f"native kernels: other users may write to {folder}: using {cache} instead")
     return cache

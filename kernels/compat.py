@@ -22,9 +22,9 @@ def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_
         A: (D, N), negative.
         B, C: (B, N, T), or (B, G, N, T) for G groups of D / G channels each.
         D, delta_bias: (D,), optional; with delta_softplus, delta = softplus(delta + delta_bias).
-    Returns y (B, D, T) of u's dtype, and with return_last_state the state (B, D, N) too, in float32, which here has a
-    gradient. Raises ValueError for arguments that do not fit, and for what only mamba-ssm has: complex numbers, and a B
-    or C that is the same at each step.
+    Returns y (B, D, T) of u's dtype, and with return_last_state also the state (B, D, N) in float32, which is
+    differentiable here. Raises ValueError for arguments that do not fit, and for what only mamba-ssm has: complex
+    numbers, and a B or C that is the same at each step.
     """
     if A.is_complex() or B.dim() == 2 or C.dim() == 2:
         raise ValueError("selective_scan_fn: complex numbers, and a B or C without time, (D, N), need mamba-ssm")

@@ -127,7 +127,7 @@ template <class E> MATH Piece<E> gradient(const Piece<E> &logits, float top, flo
 // KEEP: the row stays in shared memory.
 template <class E, bool KEEP> MATH void loss(const LossArgs &a) {
     constexpr int WARPS = THREADS / 32;
-    float *const sums = SHARED_MEMORY;                 // of each warp: tops, then sums
+    float *const sums = SHARED_MEMORY;                 // per warp: tops, then sums
     Piece<E> *const kept = (Piece<E> *)(sums + SUMS / 4);
     const LossRow<E> row(a);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, edge = row.edge();

@@ -6,8 +6,8 @@
     selective_scan   S_ij = exp(delta_i A_ij) S_ij + delta_i x_i k_j,  delta = softplus(dt + dt_bias)       Mamba
     all three        y_i = (sum_j S_ij q_j + D_i x_i) * silu(z_i)                                     Algorithm 1
 
-The loops below are the reference; longhorn_scan.cu computes the same faster and is compiled at the first call. To try
-another recurrence, edit the loop and run with backend="torch".
+The loops below are the reference; longhorn_scan.cu computes the same thing faster and is compiled at the first call.
+To try another recurrence, edit the loop and run with backend="torch".
 
     name        paper    shape      meaning
     B, T, D, N  -        -          batch, steps, channels, states per channel

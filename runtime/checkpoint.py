@@ -140,12 +140,12 @@ def former_setting(meta):
     config = meta.get("config")
     for key, (default, instead) in FORMER.items():
         if isinstance(config, dict) and config.get(key, default) != default:
-            return f"{key}={config[key]} is no setting now, but {instead}: use the commit that config.json names"
+            return f"{key}={config[key]} is no longer a setting, but {instead}: use the commit that config.json names"
     return None
 
 
 def _read_header(f):
-    """(the bytes before the tensors, which may take gigabytes; __metadata__) of an open file."""
+    """(the bytes before the tensors, __metadata__) of an open file, without the gigabytes of tensors."""
     length = f.read(8)
     text = f.read(min(int.from_bytes(length, "little"), os.fstat(f.fileno()).st_size))
     return length + text, json.loads(text)["__metadata__"]
@@ -280,7 +280,7 @@ class Initial:
         with fitting(origin):
             step = self.meta["step"] + 0  # a TypeError unless it is a number
             if wrong := misfit(self.weights, model):
-                back = ["leave these settings out, of config files too, to take them from it"] if self.changed else []
+                back = ["leave these settings out (of config files too) to take them from it"] if self.changed else []
                 raise ConfigError("; ".join([f"{origin}: its weights do not fit this model: {wrong}", *self.changed,
                                              *back]))
             model.load_state_dict(self.weights)

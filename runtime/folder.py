@@ -125,7 +125,7 @@ class Folder:
     # ------------------------------------------------------------------------------------------------------ resuming
 
     def resume(self, optimizers, schedule, counts):
-        """Restore the newest intact checkpoint, if the run continues or branches, and open the records: a Found.
+        """Restore the newest intact checkpoint if the run continues or branches, and open the records. Returns a Found.
 
         counts: what config.json says about the model. Raises ConfigError if the checkpoint belongs to another run.
         """
@@ -150,7 +150,7 @@ class Folder:
                 wrong = records.log_until(self.out, found.step, meta.get("log_crc32"))[2]
                 found.notes = [wrong] if wrong else []
                 return found
-            found.notes.append(f"{self.out / 'result.json'} is damaged, or another run's: it is made again")
+            found.notes.append(f"{self.out / 'result.json'} is damaged or belongs to another run: it is made again")
         if self.is_main:
             with writing_to(self.out):
                 self.open_records(found, path, meta)
@@ -290,7 +290,7 @@ class Folder:
         code, versions = found.environment["code"], self.progress.code_versions
         if code not in versions[-1:]:
             if versions:
-                found.notes.append(f"the code was {versions[-1]}, is {code}: config.json names both")
+                found.notes.append(f"the code was {versions[-1]}, is now {code}: config.json names both")
             versions.append(code)
         began = self.record("config.json").get("time") if found.step > 0 else None  # a branch has no config.json yet
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")

@@ -17,7 +17,7 @@ from common.errors import ConfigError, is_out_of_memory
 from runtime import checkpoint, distributed
 
 GPU = "cuda"
-WARM_UPS = 3  # micro-batches before a graph is recorded: libraries load, compile and tune in the first
+WARM_UPS = 3  # micro-batches before a graph is recorded: libraries load, compile and tune in these
 TOLERANCE = 1e-3  # relative to the gradients' norm: PyTorch's attention sums in no fixed order
 
 

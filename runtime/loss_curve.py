@@ -50,7 +50,7 @@ def save_figure(figure, path, **how):
     """Write a pyplot figure and free it."""
     import matplotlib.pyplot as plt
 
-    with replacing(path) as tmp:  # a kill leaves no half of a picture
+    with replacing(path) as tmp:  # a kill leaves no half-written picture
         figure.savefig(tmp, format=Path(path).suffix[1:], **how)
     plt.close(figure)
     gc.collect()  # a closed figure leaves reference cycles of megabytes, which Python alone collects too rarely

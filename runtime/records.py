@@ -165,7 +165,7 @@ def log_until(folder, step, crc32=None):
     if damaged:
         wrong = f"{len(damaged)} lines of {path} are damaged (the first is line {damaged[0]}) and left out"
     elif crc32 not in (None, actual):
-        wrong = f"{path} is not the log of this checkpoint: up to step {step} lines are another run's, or missing"
+        wrong = f"{path} is not the log of this checkpoint: up to step {step} lines are missing or from another run"
     return lines, actual, wrong
 
 

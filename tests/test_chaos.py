@@ -79,7 +79,7 @@ def writing(out):
     (1, {}), (2, {}), pytest.param(3, {"batch_tokens": 96}, marks=LONG_FORM),  # with three, the order of sums matters
     pytest.param(2, {"parallel": "fsdp"}, marks=LONG_FORM)], ids=["1", "2", "3", "sharded"])
 def test_killed_again_and_again(undisturbed, launch, data, out, world, changes):
-    """In the middle of a write, right at the start or anywhere else; the whole node, or one of its processes."""
+    """A run is killed in the middle of a write, right at the start or anywhere: all its processes, or one."""
     chance, torn, kills, whole = random.Random(world), 0, 0, undisturbed(world, **changes)
     argv = arguments(data, out, RUN, micro_batch_size=4 // world, resume="auto", timeout_minutes=1, **changes)
     while kills < KILLS:

@@ -238,7 +238,7 @@ mamba     {"num_hidden_layers": 3}              backbone.layers.2.mixer.D
 longhorn  {"n_embd": 64}                        embed.weight is (256, 32)
 longhorn  {"n_layer": 1}                        does not exist
 longhorn  {"pattern": 5}                        not imported
-longhorn  {"as_released": true}                 no setting now
+longhorn  {"as_released": true}                 no longer a setting
 longhorn  {"norm_eps": 0.0}                     norm_eps
 deltanet  {"normalize_keys": false}
 deltanet  {"step": "exact"}

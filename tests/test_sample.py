@@ -152,7 +152,7 @@ def test_a_setting_of_former_versions_is_nothing_at_its_default(out, tmp_path):
         checkpoint.save(tmp_path / "checkpoint.safetensors", tensors, {**meta, "config": config})
         result = run(out_dir=tmp_path, prompt="b", max_new_tokens=9)
         assert value or result.out == run(out_dir=out, prompt="b", max_new_tokens=9).out
-    refused(result, "as_released=True is no setting", "rwkv_released")
+    refused(result, "as_released=True is no longer a setting", "rwkv_released")
 
 
 def test_a_token_that_the_model_does_not_know(tmp_path):

@@ -558,7 +558,7 @@ def test_code_that_changed_while_the_run_was_down(whole, ran, out, monkeypatch):
 
     assert go_on("a", stops_at(3)) == [] and versions() == ["a"]
     said = go_on("b", stops_at(1))
-    assert len(said) == 1 and "the code was a, is b" in said[0] and versions() == ["a", "b"]
+    assert len(said) == 1 and "the code was a, is now b" in said[0] and versions() == ["a", "b"]
     assert go_on("b", stops_at(1)) == [] and versions() == ["a", "b"]
     assert len(go_on("a")) == 1 and versions() == ["a", "b", "a"] == saved(out)[1]["code_versions"]
     assert record(out)["code"] == "a"
@@ -822,7 +822,7 @@ def test_another_runs_log_is_seen(whole, trunk, ran, out, kept):
     (out / "log.jsonl").unlink()
     if kept:
         shutil.copy(trunk / "log.jsonl", out)
-    line = f"{out / 'log.jsonl'} is not the log of this checkpoint: up to step 12 lines are another run's, or missing"
+    line = f"{out / 'log.jsonl'} is not the log of this checkpoint: up to step 12 lines are missing or from another run"
     assert line in (said := ran(out, resume="auto").out) and "already finished" in said
     (out / "result.json").unlink()
     assert line in ran(out, resume="auto").out
@@ -837,7 +837,7 @@ def test_a_result_that_is_lost_or_not_this_runs_is_made_again(whole, trunk, ran,
     if result:
         (out / "result.json").write_text(result if result == "{" else (trunk / "result.json").read_text())
     said = ran(out, resume="auto").out
-    assert (f"{out / 'result.json'} is damaged, or another run's" in said) == bool(result)
+    assert (f"{out / 'result.json'} is damaged or belongs to another run" in said) == bool(result)
     assert_same_run(out, whole)
 
 
@@ -852,7 +852,7 @@ PLAN = {"schedule": "wsd", "warmup_iters": 2, "eval_interval": 0, "min_lr": 0, "
 REFUSED = """
 # settings
 --documents=pack                    which token ends a document  --end_of_text
---documents=pack --end_of_text=256  end_of_text 256 is no token of {data}  below 256
+--documents=pack --end_of_text=256  end_of_text 256 is not a token of {data}  below 256
 --end_of_text=-2                    end_of_text -2  -1
 --pattern=longhorn*3,lama           'lama'
 --pattern=longhorn*9,llama          no llama in
@@ -892,7 +892,7 @@ TORCHELASTIC_MAX_RESTARTS=2         resume=never  torchrun --max-restarts  --res
 {junk}                              {junk}/checkpoint.safetensors: cut short  ; {junk}/best.safetensors:
 {bad_step}                          {bad_step}/checkpoint.safetensors: does not fit this run
 {short}                             {short}/checkpoint.safetensors: does not fit this run
-{released}                          as_released=True is no setting  gla_released
+{released}                          as_released=True is no longer a setting  gla_released
 # a branch
 {plan} --branch={trunk}@7           {trunk} has checkpoints of steps 4, 8, 10, 12
 {plan} --branch={trunk}@8 --max_iters=9          max_iters 12 -> 9  learning rates of the 8 steps
