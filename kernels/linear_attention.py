@@ -402,8 +402,8 @@ def _join(os, S, B):
 
 
 def _decays(g):
-    """Decays from log decays (B H, C, 1), one per step of a chunk: from the chunk's start to each step (B H, C, 1),
-    from each column's step to each row's (B H, C, C), 0 if the row is earlier, and after each step (B H, C, 1)."""
+    """Decays from a chunk's log decays (B H, C, 1): from the chunk's start to each step (B H, C, 1); from each column's
+    step to each row's (B H, C, C), 0 if the row is earlier; from each step to the chunk's end (B H, C, 1)."""
     between = _Between.apply(g)
     return g.cumsum(1).exp(), between, between[:, -1, :, None]
 

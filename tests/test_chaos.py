@@ -281,8 +281,9 @@ def test_a_sweep_whose_driver_and_cells_are_killed(start, launch, data, tmp_path
 @pytest.mark.parametrize("silent, env, again", [("process", {}, [signal.SIGTERM]),
                                                 ("disk", {"SLURM_JOB_ID": "7"}, [signal.SIGTERM, signal.SIGINT])])
 def test_a_second_interrupt_does_not_wait(launch, data, out, silent, env, again):
-    """It waits neither for a stopped process, when the main thread runs no Python but the first interrupt is answered,
-    nor for a disk that never finishes a checkpoint. Slurm repeats SIGTERM, so there it ends nothing."""
+    """It waits neither for a stopped process nor for a disk that never finishes a checkpoint. With a stopped process no
+    Python runs in the main thread, yet the first interrupt is answered. Under Slurm, which repeats SIGTERM, a SIGTERM
+    ends nothing."""
     world, places = (1, [("step", 10), ("write", 1)]) if silent == "disk" else (2, [("step", 10)])
     argv = arguments(data, out, RUN, micro_batch_size=2, checkpoint_interval=1000, eval_interval=0, max_iters=400)
     r = launch(argv, world, env, hold=places)
