@@ -313,7 +313,7 @@ template <class U, class E, int P, int L, int ROWS> struct KeyRows {
     static const int W = NP < 128 ? NP / 4 : 32, GROUPS = NP / (4 * W), ITEMS = ROWS * W;
     static const int PASSES = (2 * ITEMS + THREADS - 1) / THREADS;
     struct Raw { struct alignas(4 * sizeof(E)) { E v[4]; } item[PASSES][GROUPS][THREADS]; };
-    // at this lane's row and column of k, or of q in a later pass
+    // points to this lane's row and column of k, or of q in a later pass
     const E *from;
     int stride, row, left;                                               // left: columns from this lane's on to the end
     const E *from_q;                                                     // for passes that read either k or q, not both

@@ -45,7 +45,7 @@ class Progress:
     """A run's own counters. Those in SAVED are in every checkpoint."""
 
     max_iters: int
-    seconds: float = 0.0  # of training until the run was resumed
+    seconds: float = 0.0  # of training, before the run was resumed
     skipped: int = 0  # steps without a finite loss and gradient
     bad: int = 0  # how many of them in a row
     best_val_loss: float = math.inf
@@ -323,7 +323,7 @@ class Folder:
             )
 
     def save(self, done, val_loss):
-        """Gather the state on rank 0, one tensor at a time, which writes it."""
+        """Gather the state on rank 0, which writes it, one tensor at a time."""
         state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers],
                  "rng": checkpoint.rng_state()}
         values = map(distributed.whole, checkpoint.in_order(checkpoint.flatten(state)[0]).values())

@@ -184,7 +184,7 @@ TINY = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_tokens
         "max_iters": 12, "learning_rate": 3e-3, "eval_interval": 5, "log_interval": 1, "dtype": "float32",
         "device": "cpu", "self_check": "off"}
 LONG = {**TINY, "n_embd": 16, "block_size": 16, "batch_tokens": 64, "micro_batch_size": 4, "max_iters": 200,
-        "learning_rate": 1e-3, "eval_interval": 75, "checkpoint_interval": 20}  # takes a second or two: to be disturbed
+        "learning_rate": 1e-3, "eval_interval": 75, "checkpoint_interval": 20}  # long enough to be disturbed
 
 
 def write_data(folder, seed=0, train=4000, val=700, **meta):
