@@ -10,7 +10,7 @@ from kernels import build, cuda
 
 SUB = 4  # steps whose states the CUDA backward keeps in registers; SUB of longhorn_scan.cu
 SEGMENT = 128  # the shortest segment that T is split into on a GPU, in steps
-SPLIT_BELOW = 0.6, 1.0  # T is split below this many blocks per multiprocessor of a GPU: forward, backward
+SPLIT_BELOW = 0.6, 1.0  # T is split up to this many blocks per multiprocessor of a GPU: forward, backward
 SUM_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # the enums of lanes.h and sums.cu
 UPDATES = ("longhorn", "exact", "mamba")  # the enum of longhorn_scan.cu
 # (P, L) that `cuda_shape` chooses from: L lanes share two channels and hold P states of each
