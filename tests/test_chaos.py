@@ -294,7 +294,9 @@ def test_a_second_interrupt_does_not_wait(launch, data, out, silent, env, again)
     assert silent == "process" or r.held(place=1), "the first interrupt ended it"
     assert r.until(lambda: "\nSIGINT: the run stops after this micro-batch" in f"\n{r.said()}", "answer")
     for number in again:
+        assert r.alive()
         r.send(number, 0)
+        r.ranks[0].join(1)
     r.ranks[0].join(PATIENCE)
     assert r.ranks[0].exitcode == 128 + again[-1] and "interrupted at once" in r.said()
 

@@ -77,6 +77,7 @@ VALUES = """
 --dropout=0                  0.0
 --dropout=1e-3               0.001
 --dropout=-.5                -0.5
+--dropout=0.1234567890123456  0.1234567890123456
 --compile                    True
 --compile=No                 False
 --compile=1                  True

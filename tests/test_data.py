@@ -874,8 +874,8 @@ def odd_files(tmp_path_factory):
     write_jsonl(folder / "one.jsonl", ["a"])
     write_files(folder, {"a.csv": "a", "bad.jsonl": '{"text": "a"}\n \n{"text": ', "bad.parquet": "not parquet",
                          "empty.txt": "", "array.json": '[{"text": "a"}]', "hub/test.jsonl": '{"text": "a"}',
-                         "deep.jsonl": '{"text": ' + "[" * 980,
-                         "long.jsonl": '{"text": "a"}\n{"text": "' + "a " * 500 + '"}'})  # a bomb, say
+                         "deep.jsonl": '{"text": ' + "[" * 100_000,
+                         "long.jsonl": '{"text": "a"}\n{"text": "' + "a " * 100_000 + '"}'})  # a bomb, say
     (folder / "cut.jsonl.gz").write_bytes(gzip.compress(source.read_bytes())[:-20])
     parquet.write_table(pa.table({"body": ["a", "b"], "n": [None, 3]}), folder / "a.parquet")
     os.mkfifo(folder / "pipe")
@@ -886,7 +886,7 @@ def odd_files(tmp_path_factory):
 def test_what_any_tokens_refuses(small_units, odd_files, tmp_path, monkeypatch, typed, words):
     """Nothing stays that would need --force."""
     monkeypatch.chdir(odd_files)
-    monkeypatch.setattr(sources, "MOST_OF_A_LINE", 1000)
+    monkeypatch.setattr(sources, "MOST_OF_A_LINE", 150_000)
     given = ["prepare.py", f"--out={tmp_path}/out", "--tokenizer=bytes", "--val_fraction=0.2", *typed.split()]
     monkeypatch.setattr(sys, "argv", given)
     rejected(any_tokens.main, words)

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import TINY, arguments, copied_tree, run_python, succeed
+from helpers import TINY, arguments, copied_tree, record, run_python, succeed
 from scipy import stats
 
 from common.files import write_text
@@ -25,6 +25,7 @@ from runtime import records as runtime_records
 from runtime.records import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
+DRAW = figures.draw
 
 # Trains what model.py says: losses of a law of the budget, shifted by SHIFT, with noise that both versions share and
 # noise of their own. Counts how often it ran; dies once, edits the tree or fails where model.py says so.
@@ -139,7 +140,7 @@ def run(repo, capsys):
             code = stopped.code
         said = capsys.readouterr()
         files = sorted(out.glob("*/edit-*/edit.json"), key=os.path.getmtime)
-        return code, said.out + said.err, json.loads(files[-1].read_text()) if files else None
+        return code, said.out + said.err, record(files[-1].parent, "edit") if files else None
     return run
 
 
@@ -205,7 +206,7 @@ def test_the_interval_of_skewed_pairs_is_the_bootstrap_ts():
 
 
 def test_the_record_is_of_this_decision_and_shows_what_is_claimed():
-    cells = json.loads((ROOT / "results" / "edit_simulation.json").read_text())["cells"]
+    cells = record(ROOT / "results", "edit_simulation")["cells"]
     for cell in cells:
         rare = "sigma 1" in cell["noise"] or "one pair" in cell["noise"]
         few = cell["pairs_at_most"] == 12
@@ -298,15 +299,15 @@ def test_the_probe_counts_the_vocabulary_of_the_data(tmp_path, monkeypatch, caps
 def test_the_judge_reads_all_of_a_few_short_documents(tmp_path, data):
     argv = arguments(data, tmp_path / "run", max_iters=1, backend="torch")
     succeed(argv)
-    record = json.loads((tmp_path / "run/result.json").read_text())
-    losses, tokens = record["val_document_losses"], record["val_document_tokens"]
+    result = record(tmp_path / "run")
+    losses, tokens = result["val_document_losses"], result["val_document_tokens"]
     losses[-1] += 1  # a mistake in the last document alone
-    write_json(tmp_path / "run/result.json", record)
+    write_json(tmp_path / "run/result.json", result)
     said = run_python("experiments/edit_judge.py", tmp_path / "run", *argv)
     nats = json.loads(said.stdout)
     assert nats["reported"] - nats["plain"] == pytest.approx(tokens[-1] / sum(tokens), abs=1e-4)
-    assert "logits to 0.0005 nats (0.002 in 16 bits)" in (ROOT / "docs/experiments.md").read_text()
-    assert edit.ALIKE == {"float32": 0.0005, "bfloat16": 0.002}
+    promised = "logits to {float32} nats ({bfloat16} in 16 bits)".format(**edit.ALIKE)
+    assert promised in (ROOT / "docs/experiments.md").read_text()
 
 
 def test_several_edits_share_heads_runs_and_one_error_and_are_ranked(repo, run):
@@ -320,7 +321,7 @@ def test_several_edits_share_heads_runs_and_one_error_and_are_ranked(repo, run):
     patch.write_bytes(subprocess.check_output(["git", "-C", repo, "diff"]))
     change(repo, SEED="d")
     code, said, _ = run("lower", str(patch), ".")
-    results = [json.loads(path.read_text()) for path in (repo / "out").glob("*/edit-*/edit.json")]
+    results = [record(path, "edit") for path in (repo / "out").glob("*/edit-*")]
     assert {(of["error"], of["edits_tried"]) for of in results} == {(0.05 / 3, 3)}
     assert {*runs_of(repo / "out").values()} == {1}
     rows = re.findall(r"^\| (lower|\.|/\S+) +\| 460K \| (\w+) ", said, re.MULTILINE)
@@ -374,6 +375,22 @@ def test_a_size_of_ones_own(repo, run):
     code, said, result = run("--sizes=tiny:n_layer=1,n_embd=32", "--sizes=460K")
     assert code == 3 and [*result["sizes"]] == ["tiny", "460K"] and "\ntiny, 10 parameters, on " in said
     assert [line[:19] for line in said.splitlines()[-2:]] == ["edit: tiny: identic", "edit: 460K: identic"]
+
+
+def test_what_a_link_would_write_elsewhere(repo, run, tmp_path, monkeypatch):
+    change(repo, SHIFT=0.5, SEED="b")
+    run("--pairs=2")
+    (precious := tmp_path / "precious").write_text("kept")
+    for path in [*(repo / "out").glob("*/edit-*/edit.*"), *(repo / "out").glob("*/edits.*")]:
+        path.unlink()
+        path.symlink_to(precious)
+    monkeypatch.setattr(figures, "draw", DRAW)
+    assert run("--pairs=2")[0] == 4 and precious.read_text() == "kept"
+    (runs := next((repo / "out").glob("*/runs.txt"))).unlink()
+    runs.symlink_to(precious)
+    change(repo, SHIFT=0.6, SEED="b")
+    code, said, _ = run()
+    assert code == 2 and "Too many levels of symbolic links" in said and precious.read_text() == "kept"
 
 
 def test_a_sweep_keeps_how_its_code_differs_from_the_commit(repo, monkeypatch):
@@ -522,7 +539,7 @@ def test_train_itself(tmp_path, monkeypatch, data, run, repo):
     assert code == 4 and said.splitlines()[-1] == "edit: undecided: too few pairs (1); rerun, or ask for more", said
     assert result["changed"] == ["model.py", "tools/__init__.py", "tools/mine.py"]
     assert "of the edit's parameters start from other values" in said
-    runs = {path.parent.name: json.loads(path.read_text()) for path in (repo / "out").glob("*/*/result.json")}
+    runs = {path.parent.name: record(path.parent) for path in (repo / "out").glob("*/*/result.json")}
     assert sorted(run["steps"] for run in runs.values()) == [4, 8, 16, 16]
     head = {run["steps"]: run["val_loss"] for name, run in runs.items() if name.startswith(result["code"]["head"])}
     assert head[4] > head[8] > head[16]

@@ -204,7 +204,7 @@ def page_of(path, kept):
 
 
 def kept_in_results(name):
-    return json.loads((ROOT / f"results/extrapolation_{name}.json").read_text())["extrapolation"]
+    return helpers.record(ROOT / "results", f"extrapolation_{name}")["extrapolation"]
 
 
 def test_each_kind_of_number_of_a_page_is_that_of_its_record(tmp_path):

@@ -75,8 +75,8 @@ def close(a, b, tolerance=2e-5):
 
 
 def numel(state):
-    """Numbers in a state."""
-    return sum(a.numel() for a in model.tensors_of(state))
+    """Numbers in a state: tensors in any nesting of lists and tuples."""
+    return state.numel() if isinstance(state, torch.Tensor) else sum(map(numel, state))
 
 
 def in_chunks(lm, idx, splits):

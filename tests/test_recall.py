@@ -391,16 +391,12 @@ def test_the_papers_448_runs_as_specified():
 RESULTS = Path(report.__file__).resolve().parents[2] / "results"
 
 
-def kept_in_results(name):
-    return json.loads((RESULTS / f"recall_{name}.json").read_text())
-
-
 @pytest.mark.parametrize("section, changes, word", [
     ("result", {"accuracy": 1.5}, "accuracy is 1.5"), ("result", {"by_pairs": []}, "lack"),
     ("config", {"batch_examples": 9}, "batch_examples 9 where most have 128"),
     ("data", {"sha256": {"test": "0"}}, "not comparable: test 0 where")])
 def test_a_bad_record_is_named_and_left_out(tmp_path, section, changes, word):
-    saved = kept_in_results("steps")
+    saved = record(RESULTS, "recall_steps")
     bad, path = next(iter(saved["cells"])), tmp_path / "changed.json"
     saved["cells"][bad][section] |= changes
     path.write_text(json.dumps(saved))
@@ -428,7 +424,7 @@ def points_of(runs):
 def test_the_best_rate_and_its_seeds_by_hand():
     longhorn = points_of(records.read(RESULTS / "recall_sooner.json"))
     at = {}
-    for ran in kept_in_results("sooner")["cells"].values():
+    for ran in record(RESULTS, "recall_sooner")["cells"].values():
         if ran["at"]["mixer"] == "longhorn":
             at.setdefault(ran["at"]["learning_rate"], []).append(ran["result"])
     rates = {rate: np.mean([result["accuracy"] for result in results]) for rate, results in sorted(at.items())}

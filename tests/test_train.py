@@ -481,6 +481,14 @@ def test_the_best_is_looked_for_anew_over_other_tokens(ran, out):
     assert checkpoint.load(out / "best.safetensors")[1]["step"] == min(later, key=later.get)
 
 
+def test_the_last_evaluation_is_compared_over_the_tokens_of_the_others(ran, out):
+    how = {"eval_tokens": 64, "final_eval_tokens": 320}
+    ran(out, **how)
+    loss, step = checkpoint.load(out / "best.safetensors")[1]["best"]
+    assert step == 12 and loss == record(out)["best_val_loss"] != record(out)["val_loss"]
+    assert f"val_loss {loss:.4f}  val_tokens 64" in ran(out, **how, eval_only=True).out
+
+
 def damage(path):
     content = bytearray(path.read_bytes())
     content[-100] ^= 1
@@ -1044,7 +1052,7 @@ def test_eval_only_says_the_loss_of_the_weights_and_touches_nothing(whole, data,
                         f"val_bits_per_byte {result['val_bits_per_byte']:.4f}")
     assert not out.exists() and sorted(path.name for path in whole.iterdir()) == content
     bare = succeed([f"--out_dir={whole}", "--eval_only", "--device=cpu", "--dtype=float32"]).out
-    assert f"dataset={data}" in bare and f"val_loss {result['val_loss']:.4f}" in bare
+    assert f"; scored on {data}\nval_loss {result['val_loss']:.4f}" in bare
 
 
 def test_weights_are_of_the_same_vocabulary_under_another_name(whole, out):
