@@ -5,10 +5,10 @@
     python bench/generate.py --device=cuda --size=350M --save              # results/generate_cuda_350m.json
 
 First each family's state is checked: a short text, read in pieces and continued greedily, must give the same logits as
-one forward pass over the whole text. A family that fails is not timed. Then a text of random
-tokens is read in chunks and, at each context length, continued greedily by --new_tokens tokens, a few at a time, all
-families in turn. LLaMA, whose state is a cache of all keys and values, is the contrast. A context that would take a
-family over --budget_s is left out, with a line that says so.
+one forward pass over the whole text. A family that fails is not timed. Then a text of random tokens is read in chunks
+and, at each context length, continued greedily by --new_tokens tokens, a few at a time, all families in turn. LLaMA,
+whose state is a cache of all keys and values, is the contrast. A context that would take a family over --budget_s is
+left out, with a line that says so.
 
 LLaMA's cache has spare room, up to a quarter of its tokens, so that most new tokens copy nothing. While reading,
 attention also needs a mask of (chunk, past + chunk), so its peak grows with --chunk times the context.

@@ -164,7 +164,7 @@ class Gpu(Cpu):
 
     def __init__(self):
         if not torch.cuda.is_available():
-            raise ConfigError("PyTorch sees no GPU: --dry-run tries the code on a CPU")
+            raise ConfigError("PyTorch sees no GPU: use --device=cpu, or --dry-run to try the code")
         self.properties = torch.cuda.get_device_properties(0)
         self.flush_bytes = min(4 << 30, self.properties.total_memory // 16)
 
@@ -335,10 +335,14 @@ def serve(pipe, make, spec):
                 limit_s, method, arguments = pipe.recv()
                 signal.alarm(limit_s)
                 answer = getattr(held, method)(*arguments)
-                lines = output.getvalue().replace(f"{ROOT}/", "").splitlines()
-                pipe.send(answer | {"stderr": lines[-20:]})
+                pipe.send(answer | said(output))
         except Exception as error:  # also EOFError: the other end has closed, and `send` says so again
-            pipe.send({"reason": in_one_line(error)})
+            pipe.send({"reason": in_one_line(error)} | said(output))
+
+
+def said(output):
+    """The last lines of a worker's standard error, for its record."""
+    return {"stderr": output.getvalue().replace(f"{ROOT}/", "").splitlines()[-20:]}
 
 
 class Worker:

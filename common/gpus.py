@@ -34,7 +34,7 @@ def named(device_name):
 
 def memory(device_name):
     """Memory in bytes: what the name says (A100-SXM4-40GB), else what GPUS says."""
-    said = re.search(r"(\d+) ?GB\b", device_name, re.IGNORECASE)
+    said = re.search(r"(?<![a-z\d])(\d+) ?G(i?B)?\b", device_name, re.IGNORECASE)
     return float(said[1]) * 1e9 if said else GPUS[named(device_name)][1]
 
 

@@ -86,7 +86,7 @@ def average_gradients(model, average):
     model.require_backward_grad_sync = average
 
 
-def averages_gradients(model):
+def will_average_gradients(model):
     """Whether the next backward averages gradients over processes."""
     return getattr(model, "require_backward_grad_sync", False)
 

@@ -50,8 +50,8 @@ from configurator import Count, Whole  # noqa: E402
 from data.prepared import Tokens, find_dataset  # noqa: E402
 from experiments import extrapolation_report, sweep  # noqa: E402
 from experiments.extrapolation_report import in_words, mean_and_error  # noqa: E402
+from experiments.sweeps import runner  # noqa: E402
 from experiments.sweeps.experiment import Experiment, Report, Run  # noqa: E402
-from experiments.sweeps.runner import Cell  # noqa: E402
 from model import LM  # noqa: E402
 from runtime.distributed import named_device, pick_dtype  # noqa: E402
 from runtime.records import fields, read_json  # noqa: E402
@@ -78,7 +78,7 @@ PRESETS = {
 
 
 def plan(preset, families=(), seeds=(), extra=()):
-    """[Cell] of a preset, of other families or seeds where they are given; extra: settings for every run. Raises
+    """[runner.Cell] of a preset, of other families or seeds where they are given; extra: settings for every run. Raises
     ConfigError for an unknown family."""
     preset = PRESETS[preset]
     given = tuple(f"--{key}={value}" for key, value in {"dataset": CORPUS, **preset["train"]}.items())
@@ -90,7 +90,7 @@ def plan(preset, families=(), seeds=(), extra=()):
         if seed is not None:
             run += f", seed {seed}"
             argv.append(f"--seed={seed}")
-        cells.append(Cell(sweep.safe_name(run), argv, {"run": run}))
+        cells.append(runner.Cell(sweep.safe_name(run), argv, {"run": run}))
     return cells
 
 
@@ -314,7 +314,6 @@ class Extrapolation(Experiment):
         trains = args.command == "run"
         self.record = record_file(args, self.name.format(**vars(args)) if trains else "extrapolation")
         if trains:
-            args.out = None  # the runs have a folder of their own
             return super().run()
         runs = {Path(folder).resolve().name: folder for folder in args.checkpoint}
         if not runs or len(runs) < len(args.checkpoint):
@@ -322,6 +321,9 @@ class Extrapolation(Experiment):
                               "different names, or with two --out, for one name has one place in a record")
         self.read(runs)
         return 0
+
+    def place(self):
+        return runner.REPO / "out" / self.name.format(**vars(self.args))  # --out is the record
 
     def plan(self):
         return plan(self.args.preset, self.args.families, self.args.seeds, self.args.others)

@@ -4,6 +4,7 @@ import collections
 import functools
 import itertools
 import math
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,8 +63,9 @@ class Panel:
 
 
 def name_of(model):
-    family, at, word = str(model).partition("@")
-    return (LOOKS[family][0] if family in LOOKS else family) + at + word
+    """The name of a family, or of a pattern of families, with the settings after its @ as they are."""
+    pattern, at, word = str(model).partition("@")
+    return re.sub(r"\w+", lambda family: LOOKS.get(family[0], family)[0], pattern.replace(",", " + ")) + at + word
 
 
 def family_order(model):

@@ -43,7 +43,7 @@ def why_not(model, config):
         "the number of documents differs: use --documents=join": config.documents == "pack",
         "the model has buffers, which its forward may change": next(model.buffers(), None) is not None,
         "a process has one micro-batch per step, whose backward averages gradients: use a smaller --micro_batch_size":
-            torch_private.averages_gradients(model) and config.batch_tokens <= tokens * distributed.world_size()}
+            torch_private.will_average_gradients(model) and config.batch_tokens <= tokens * distributed.world_size()}
     return next((words for words, applies in reasons.items() if applies), None)
 
 
@@ -56,7 +56,7 @@ class Graph:
         self.gradients = {}  # parameter -> its gradient, at one address from the first micro-batch on
 
     def __call__(self, x, y, weight):
-        last = torch_private.averages_gradients(self.model)
+        last = torch_private.will_average_gradients(self.model)
         if self.kind is None and not last and all(p.grad is None for p in self.model.parameters()):
             self.record(x, y, weight)
         self.hold_gradients()

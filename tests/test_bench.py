@@ -129,10 +129,10 @@ class Held:
     """What a worker holds in a test."""
 
     def __init__(self, turn):
+        print("which kernels", file=sys.stderr)
         self.turn = turn or int("x")
 
     def about(self):
-        print("which kernels", file=sys.stderr)
         return {"parameters": 1}
 
 
@@ -140,7 +140,8 @@ def test_a_worker_says_why_it_ended(monkeypatch):
     """Forked, which is quick; real ones cannot be, as PyTorch's threads and CUDA may run here."""
     context = multiprocessing.get_context("fork")
     monkeypatch.setattr(multiprocessing, "get_context", lambda way: context)
-    assert measure.Worker(Held, None).row["reason"].startswith("ValueError: invalid literal for int()")
+    row = measure.Worker(Held, None).row
+    assert row["reason"].startswith("ValueError: invalid literal for int()") and row["stderr"] == ["which kernels"]
     for turn, reason in ((lambda: time.sleep(10), "ran past its limit of 1 s"),
                          (lambda: os._exit(3), "its process ended with status 3")):
         worker = measure.Worker(Held, turn, name="a")
@@ -305,7 +306,7 @@ def test_make_takes_the_interpreter_it_is_given():
 
 def test_without_a_gpu_a_benchmark_names_what_all_of_them_have(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="^PyTorch sees no GPU: --dry-run tries the code on a CPU$"):
+    with pytest.raises(ConfigError, match="^PyTorch sees no GPU: use --device=cpu, or --dry-run "):
         bench_ops.main(["loss"])
 
 

@@ -293,6 +293,7 @@ def test_other_steps_families_and_patterns_take_part():
     cells = ex.plan("laptop", ["longhorn,swa", "longhorn@n_layer=4"], [7])
     hybrid, deep = configs_of(cells).values()
     assert [(c.pattern, c.n_layer, c.seed) for c in (hybrid, deep)] == [("longhorn,swa", 3, 7), ("", 4, 7)]
+    assert figures.name_of("longhorn*3,swa@n_layer=4") == "Longhorn*3 + Sliding window@n_layer=4"
     assert cells[0].name == "longhorn_swa_seed_7" and cells[0].at == {"run": "longhorn,swa, seed 7"}
 
 

@@ -58,9 +58,9 @@ def test_the_switch_of_ddp_is_that_of_no_sync(tmp_path):
         torch_private.average_gradients(ddp, True)
         with ddp.no_sync():
             assert off == state()
-        assert off != state() and torch_private.averages_gradients(ddp)
+        assert off != state() and torch_private.will_average_gradients(ddp)
         torch_private.average_gradients(ddp, False)
-        assert not torch_private.averages_gradients(ddp)
+        assert not torch_private.will_average_gradients(ddp)
     finally:
         dist.destroy_process_group()
 
