@@ -131,7 +131,7 @@ def load(config_class, argv, prog=None, doc=LEFT_TO_RIGHT):
     """
     reader = Reader(config_class, argv)
     config_files, _ = reader.read_words(argv, with_files=True)
-    usage = " ".join([prog or os.path.basename(sys.argv[0]), *reader.places, "[config.py ...]"])
+    usage = " ".join([prog or os.path.basename(sys.argv[0]), *reader.usage, "[config.py ...]"])
     return reader.finish(usage, doc, config_files=config_files)
 
 
@@ -150,7 +150,7 @@ def read(config_class, argv, doc, prog=None):
         config_class, prog = config_class[command], f"{prog} {command}"
     reader = Reader(config_class, words)
     _, others = reader.read_words(words)
-    return reader.finish(" ".join([prog, *reader.places]), doc, command=command, others=others)
+    return reader.finish(" ".join([prog, *reader.usage]), doc, command=command, others=others)
 
 
 def _command(classes, words, prog, doc):
@@ -175,7 +175,9 @@ class Reader:
         self.overrides = {}
         self.mistakes = []  # see old_names.check
         self.needed = [key for key, value in self.values.items() if value is dataclasses.MISSING]
-        self.places = [*self.needed, *getattr(config_class, "ARGUMENTS", ())]  # fields given without a key
+        more = getattr(config_class, "ARGUMENTS", ())
+        self.places = [*self.needed, *more]  # fields given without a key
+        self.usage = [*self.needed, *(f"[{key}]" for key in more)]
 
     def read_words(self, words, with_files=False):
         """Read the words of a command line. Returns the config files among them, and the --key=value for `others`."""
@@ -210,8 +212,8 @@ class Reader:
     def is_foreign(self, where, key, value):
         """True, noting the mistake, if there is no such key or its value belongs to another program."""
         row = old_names.row_of(self, key, value)
-        exists = key in self.settings and not self.settings[key].choices and os.path.exists(str(value))
-        if key in self.settings and (row is None or exists):
+        setting = self.settings.get(key)
+        if setting and (row is None or not setting.choices and os.path.exists(str(value))):
             return False
         self.mistakes.append((where, key, value, row))
         return True
@@ -252,7 +254,7 @@ class Reader:
 
     def read_file(self, path):
         """Set what a config file assigns, except helpers."""
-        row = old_names.row_of(self, "file", path.removesuffix(".py"))
+        row = old_names.row_of(self, "config-file", path.removesuffix(".py"))  # no key has a dash
         if row and not os.path.exists(path):
             raise ConfigError(f"{path}: {row}")
         if not path.endswith(".py"):

@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent
 
 @dataclass
 class EvaluateConfig:
-    out_dir: str = ""  # the run's folder, with checkpoint.safetensors, or a checkpoint
+    out_dir: str  # the run's folder, with checkpoint.safetensors, or a checkpoint
     tasks: str = "embedded"  # comma-separated harness tasks or task files; paper: Table 2's; embedded: no download
     include: str = ""  # folder with your own task files (*.yaml), which can run code: use only files that you trust
     limit: Whole = 0  # documents per task, to try things out; 0: all
@@ -52,8 +52,6 @@ class EvaluateConfig:
     tokenizer: str = ""  # bytes, tiktoken:NAME or hf:NAME, if an imported model's checkpoint names none
     vocab: str = ""  # folder with a tiktoken vocabulary's files, to need no network
     timeout_minutes: Minutes = 60.0  # how long processes wait for each other
-
-    ARGUMENTS = ("out_dir",)
 
 
 def tokenizer_of(meta, config):
@@ -72,8 +70,6 @@ def tokenizer_of(meta, config):
 
 def main(argv):
     config = configurator.load(EvaluateConfig, argv)
-    if not config.out_dir:
-        raise ConfigError("give a run's folder: python evaluate.py out/longhorn_bpe")
     if config.include and not Path(config.include).is_dir():
         raise ConfigError(f"include {config.include}: there is no such folder")
     device = distributed.open_device(config)

@@ -389,9 +389,9 @@ class Branch(nn.Module):
         else:
             out = self.mixer(x, state) if self.has_state else self.mixer(x)
             out = (*out, passed) if isinstance(out, tuple) else (out, None, passed)
-        if len(out) != 3:
-            raise ValueError(f"{where_is(type(self.mixer))}: forward returns y, or y and a state; with passes = True "
-                             "y, a state and what is passed on")
+        if not (isinstance(out, tuple) and len(out) == 3):
+            raise ValueError(f"{where_is(type(self.mixer))}: forward must return y, or y and a state; with passes = "
+                             "True y, a state and what is passed on")
         return out
 
     @property

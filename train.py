@@ -309,26 +309,23 @@ def build_model(config, device):
         raise ConfigError(error) from None
 
 
-def run_name(config):
-    """What a run without an out_dir is called."""
+def run_name(config, otherwise):
+    """What a run without an out_dir is called: as its last config file, or after init_from, or otherwise."""
     if config.config_files:
         return Path(config.config_files[-1]).stem
     if config.init_from:
         origin = Path(config.init_from).resolve()
         return f"{origin.parent.name if origin.is_file() else origin.name}_tuned"
-    return config.model
+    return otherwise
 
 
 def main(argv):
     config = configurator.load(TrainConfig, argv)
     check(config)
     if not config.out_dir:
-        config.out_dir = f"out/{run_name(config)}"
+        config.out_dir = f"out/{run_name(config, config.model)}"
     device = distributed.open_device(config)
-    wanted = list(dataclasses.fields(ModelConfig))
-    if config.eval_only:
-        wanted += [field for field in dataclasses.fields(TrainConfig) if field.name == "dataset"]
-    initial = checkpoint.Initial(config, wanted)  # fills these settings in
+    initial = checkpoint.Initial(config, dataclasses.fields(ModelConfig))  # fills these settings in
     data = open_data(config, device)
     config.dtype = str(distributed.pick_dtype(config.dtype, device)).removeprefix("torch.")
     seed_all(config.seed)

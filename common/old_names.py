@@ -52,9 +52,10 @@ SAME = {  # our setting: its old names
           "matrix_lr embedding_lr unembedding_lr scalar_lr core_metric_every sample_every target_param_data_ratio",
 }
 TRAIN = {
-    "file=*train_gpt2": "type config/llama_120m.py, of GPT-2's size and data, or config/longhorn_120m.py",
-    "file=*finetune_*": "type --init_from=RUN --out_dir=out/tuned, after the run's config file, and --dataset=FOLDER",
-    "file=*eval_gpt2*": "type --init_from=RUN --eval_only; GPT-2's weights cannot be imported",
+    "config-file=*train_gpt2": "type config/llama_120m.py, of GPT-2's size and data, or config/longhorn_120m.py",
+    "config-file=*finetune_*": "type --init_from=RUN --out_dir=out/tuned, after the run's config file, and "
+                               "--dataset=FOLDER",
+    "config-file=*eval_gpt2*": "type --init_from=RUN --eval_only; GPT-2's weights cannot be imported",
     "config": "give the config file alone, without --config=",
     "init_from=scratch": "leave it out: a run starts from scratch",
     "init_from=resume": "resume=must",

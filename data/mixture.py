@@ -101,8 +101,7 @@ def parse_mixture(text):
             name, _, share = part.rpartition(":")
             parts.append((name.strip(), Fraction(share)))
     except (ValueError, ZeroDivisionError):
-        raise DataError(f"dataset={text}: {part!r} has no share: give each dataset one, as fineweb_edu:0.8,code:0.2"
-                        ) from None
+        raise DataError(f"dataset={text}: {part} is not NAME:SHARE, as fineweb_edu:0.8") from None
     if len({find_dataset(name).resolve() for name, _ in parts}) < len(parts):
         raise DataError(f"dataset={text}: one is named twice, and its windows would be read twice: add up its shares")
     total = sum(share for _, share in parts)

@@ -13,6 +13,8 @@ it leaves a file with a random name, and it does not report a full disk as an OS
 """
 
 import contextlib
+import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -222,7 +224,8 @@ class Initial:
     """The checkpoint whose weights a run starts from (init_from) or evaluates (eval_only).
 
     fields: the dataclass fields of the model's settings. Those that neither a file nor the command line gave are taken
-    from the checkpoint. A run that resumes takes them from its own checkpoint, and no weights. Raises ConfigError.
+    from the checkpoint, with eval_only the dataset too. A run that resumes takes them from its own checkpoint, and no
+    weights. Raises ConfigError.
     """
 
     def __init__(self, config, fields=()):
@@ -237,8 +240,9 @@ class Initial:
             self.path, self.weights, self.meta, self.damaged = load_first(self.places(), weights=True)
         with fitting(self.path or own[0]):
             settings = self.meta.get("config", {})
-            known = [field for field in fields if field.name in settings or field.name != "dataset"]
-            for name, value in settings_of(settings, known).items():
+            if config.eval_only and "dataset" in settings:  # an imported model's checkpoint has none
+                fields = [*fields, *(field for field in dataclasses.fields(config) if field.name == "dataset")]
+            for name, value in settings_of(settings, fields).items():
                 now = getattr(config, name)
                 if value == now or name == "backend":  # depends on the machine
                     continue
@@ -269,15 +273,18 @@ class Initial:
         if not self.path:
             return ""
         config, origin = self.config, self.path
-        for key in ("table", "tokenizer"):
-            trained, given = self.meta.get(key), data.meta.get(key)
-            if trained and trained == given:  # one table is one vocabulary, whatever it is called
-                break
-            if trained and given:
-                names = f"{self.meta.get('tokenizer')!r}, {data.meta.get('tokenizer')!r}"
-                raise ConfigError(f"{origin}: its {key} differs from that of {config.dataset} ({names}): these weights "
-                                  "were trained with a different vocabulary: give a --dataset that uses it")
         with fitting(origin):
+            for key in ("table", "tokenizer"):
+                trained, given = self.meta.get(key), data.meta.get(key)
+                if trained and trained == given:  # one table is one vocabulary, whatever it is called
+                    break
+                if trained and given:
+                    ours, theirs = (repr(meta.get("tokenizer")) for meta in (self.meta, data.meta))
+                    if ours == theirs:
+                        ours, theirs = map(table_in_words, (trained, given))
+                    raise ConfigError(f"{origin}: its {key} differs from that of {config.dataset} ({ours}, {theirs}): "
+                                      "these weights were trained with a different vocabulary: give a --dataset "
+                                      "that uses it")
             step = self.meta["step"] + 0  # a TypeError unless it is a number
             if wrong := misfit(self.weights, model):
                 back = ["leave these settings out (of config files too) to take them from it"] if self.changed else []
@@ -289,6 +296,11 @@ class Initial:
         skipped = [f"skipped: {line}" for line in self.damaged]
         scored = [f"scored on {config.dataset}"] if config.eval_only else []
         return "; ".join([*skipped, f"weights from {origin} (step {step})", *taken, *self.changed, *scored])
+
+
+def table_in_words(table):
+    """A tokenizer's table by its size and its hash."""
+    return f"{len(table)} characters of sha256 {hashlib.sha256(table.encode()).hexdigest()[:12]}"
 
 
 def settings_of(settings, fields):

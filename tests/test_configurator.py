@@ -324,6 +324,7 @@ train.py --warmup_iters=-2                       warmup_iters -2 must be at leas
 train.py --beta1=1                               beta1 1.0 must be below 1
 train.py --beta2=-0.1                            beta2 -0.1 must be at least 0
 train.py --batch_size=8                          unknown key '--batch_size': type --micro_batch_size=8
+train.py --file=train_gpt2                       unknown key '--file'; --help
 train.py --keep_steps=3,x                        keep_steps 3,x: expected comma-separated step numbers
 train.py --min_lr=1                              min_lr 1.0 is above learning_rate 0.0006
 train.py --warmup_iters=9 --max_iters=9          warmup_iters 9 must be below max_iters 9
@@ -343,10 +344,10 @@ sample.py -p hello                               unexpected argument '-p'
 sample.py --top_p=0                              top_p 0.0 must be above 0
 sample.py --top_p=1.5                            top_p 1.5 must be at most 1
 sample.py --max_new_tokens=0                     max_new_tokens 0 must be at least 1
-evaluate.py                                      give a run's folder: python evaluate.py out/longhorn_bpe
+evaluate.py                                      give the out_dir: the run's folder
 evaluate.py a --include=none                     include none: there is no such folder
-evaluate.py --limit=-1                           limit -1 must be at least 0
-evaluate.py --batch_tokens=0                     batch_tokens 0 must be at least 1
+evaluate.py a --limit=-1                         limit -1 must be at least 0
+evaluate.py a --batch_tokens=0                   batch_tokens 0 must be at least 1
 export.py --dtype=float8                         expected one of float32, bfloat16, float16
 export.py --out_dir=a                            give --out_dir and either --to
 export.py --out_dir=a --to=a --from_hf=b         give --out_dir and either --to

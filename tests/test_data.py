@@ -1025,7 +1025,7 @@ def test_a_mixture_is_known_by_its_parts(parts, tmp_path):
 @pytest.mark.parametrize("text", ["a:0.8,b:0.1", "a,b", "a:0.5,b:x", "a:0.5,./a:0.5", "a:1.2,b:-0.2", "a:1,b:0",
                                   ":0.5,b:0.5", "a:0.12345,b:0.87655"])
 def test_shares_that_do_not_add_up_are_refused(text):
-    unread = {"a,b": "'a' has no share", "a:0.5,b:x": "'b:x'"}.get(text, "")
+    unread = {"a,b": "a is not NAME:SHARE", "a:0.5,b:x": "b:x is"}.get(text, "")
     rejected(lambda: mixture.parse_mixture(text), f"dataset={text}: ", unread)
     assert mixture.parse_mixture("a:0.8, b:1/5") == [("a", Fraction(4, 5)), ("b", Fraction(1, 5))]
 

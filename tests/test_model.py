@@ -37,6 +37,7 @@ import model
 import optim
 import sample
 import train
+from common.errors import ConfigError
 from inspection import counting
 from kernels import choose
 from kernels.cache import ROOMS, append_to_cache
@@ -773,9 +774,12 @@ def test_the_flops_of_a_users_mixer_with_a_known_operator(monkeypatch):
     assert "linear maps only" not in counting.left_out(lm)[0]
 
 
-def test_the_parameters_of_a_config(capsys):
-    sizes.main([str(CONFIG / "longhorn_laptop.py"), "--dataset=none_here"])
+def test_the_parameters_of_a_config(capsys, tmp_path):
+    (tmp_path / "mine.py").write_text("dataset = 'none_here'")
+    sizes.main([str(tmp_path / "mine.py")])
     assert "there is no dataset" in (said := capsys.readouterr()).err and "--vocab_size=" in said.err
+    with pytest.raises(ConfigError, match="there is no dataset"):  # that was typed
+        sizes.main([str(CONFIG / "longhorn_laptop.py"), "--dataset=none_here"])
     sizes.main([str(CONFIG / "longhorn_laptop.py"), "--vocab_size=256", "--n_layer=6"])
     assert re.search(r"^longhorn +6 x 192 +2\.92M ", capsys.readouterr().out, re.M)
 
@@ -827,8 +831,8 @@ def test_a_mixer_with_other_results_is_named(passes, results, monkeypatch):
             return (x, None, None)[:results] if results > 1 else x
 
     monkeypatch.setitem(FAMILIES, "own", [Own])
-    with pytest.raises(ValueError, match=r"^Own \([^\n]*\): forward returns y[^\n]* passes = True [^\n]*$"):
-        LM(config("own"))(tokens(2, 9))
+    with pytest.raises(ValueError, match=r"^Own \([^\n]*\): forward must return y, [^\n]* passes = True [^\n]*$"):
+        LM(config("own"))(tokens(3, 9))  # a tensor of length 3 is no three results
 
 
 @pytest.mark.usefixtures("of_the_page")

@@ -55,7 +55,7 @@ import configurator
 import train
 from common import errors
 from common.errors import ConfigError
-from common.gpus import peak_flops
+from common.gpus import memory, peak_flops
 from data import loader, prepared
 from evaluation.validation import Evaluate, by_document
 from experiments.vision import classify
@@ -106,8 +106,8 @@ def test_records_go_to_a_folder_named_after_the_last_config_file_or_what_it_bega
     for name in ("one", "two"):
         (tmp_path / f"{name}.py").touch()
     for argv, name in ((["one.py", "two.py"], "two"), (["--init_from=out/llama"], "llama_tuned"),
-                       (["--init_from=out/llama/best.safetensors"], "llama_tuned")):
-        assert train.run_name(configurator.load(TrainConfig, argv)) == name
+                       (["--init_from=out/llama/best.safetensors"], "llama_tuned"), ([], "otherwise")):
+        assert train.run_name(configurator.load(TrainConfig, argv), "otherwise") == name
 
 
 def factors(**settings):
@@ -153,6 +153,8 @@ def test_peak_flops_by_the_drivers_name():
              "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H20": 148e12, "NVIDIA A10": 125e12, "NVIDIA A10G": 70e12,
              "NVIDIA RTX A1000": None, "NVIDIA GeForce RTX 4090 Laptop GPU": None}
     assert {name: peak_flops(name) for name in known} == known
+    memories = {"A100-40G": 40e9, "A100_40GiB": 40e9, "NVIDIA A10G": 24e9}
+    assert {name: memory(name) for name in memories} == memories
 
 
 CONFIGS = sorted(path.stem for path in (ROOT / "config").glob("*.py"))
@@ -1060,8 +1062,9 @@ def test_weights_are_of_the_same_vocabulary_under_another_name(whole, out):
     config.overrides = {}
     initial = checkpoint.Initial(config)
     initial.meta |= {"tokenizer": "hf:a", "table": "one"}
-    with pytest.raises(ConfigError, match="its table differs.*'hf:a', 'hf:b'"):
-        initial.load(LM(config), mock.Mock(meta={"tokenizer": "hf:b", "table": "other"}))
+    for name, words in ("hf:b", "'hf:a', 'hf:b'"), ("hf:a", "3 characters of sha256 7692c3ad3540, 5 characters"):
+        with pytest.raises(ConfigError, match=f"its table differs.*{words}"):
+            initial.load(LM(config), mock.Mock(meta={"tokenizer": name, "table": "other"}))
     assert "weights from" in initial.load(LM(config), mock.Mock(meta={"tokenizer": "hf:b", "table": "one"}))
 
 

@@ -49,6 +49,8 @@ def shapes(argv):
             if not config.vocab_size:
                 open_data(config, "cpu")
         except DataError as error:
+            if any(word.startswith("--dataset") for word in argv):
+                raise
             config.vocab_size = ModelConfig.vocab_size
             print(f"{error}: counted with GPT-2's vocabulary, --vocab_size={config.vocab_size}", file=sys.stderr)
         settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)}

@@ -47,7 +47,7 @@ from runtime import checkpoint, distributed  # noqa: E402
 class VisionConfig(train.TrainConfig):
     # --- run
     task: Literal["images"] = "images"  # marks config files for image classification
-    out_dir: str = ""  # folder for the records; empty: out/<name of the last config file>
+    out_dir: str = ""  # folder for the records; empty: out/<name of the last config file>, or out/<model>_<directions>
     # --- model
     model: str = "vil"  # family: vil (Longhorn), vim (Mamba) or vit (attention)
     directions: Literal["separate", "shared", "forward"] = "separate"  # for vil and vim, see classify.py
@@ -334,7 +334,7 @@ def build_model(config, device):
 
 def main(config):
     check(config)
-    config.out_dir = config.out_dir or f"out/{train.run_name(config)}"
+    config.out_dir = config.out_dir or f"out/{train.run_name(config, f'{config.model}_{config.directions}')}"
     device = distributed.open_device(config)
     config.dtype = str(distributed.pick_dtype(config.dtype, device)).removeprefix("torch.")
     data = ImageData(config, device)
