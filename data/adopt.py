@@ -1,11 +1,11 @@
-"""Uses token ids that another program wrote, such as nanoGPT's train.bin and val.bin: writes their meta.json.
+"""Adopt token ids that another program wrote, such as nanoGPT's train.bin and val.bin, by writing their meta.json.
 
     python data/adopt.py FOLDER                                       # with nanoGPT's meta.pkl of characters
     python data/adopt.py FOLDER --tokenizer=gpt2                      # bytes, tiktoken:NAME, hf:NAME or hf:FOLDER
     python data/adopt.py FOLDER --vocab_size=50257                    # enough to train, but not to sample
 
-A .bin is ids alone, as numpy's tofile writes them; train.npy and val.npy of numpy.save, and llm.c's
-NAME_train_000001.bin, are copied into such files. Of a meta.pkl only the characters are read: nothing in it is run.
+A .bin holds nothing but ids, as numpy's tofile writes them. train.npy and val.npy from numpy.save, and llm.c's
+NAME_train_000001.bin, are copied into such files. Only the characters of a meta.pkl are read: no code in it runs.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from data.tokenizer import Text, canonical
 from data.writer import finish, preparing, run, token_dtype, write_split
 
 NPY = b"\x93NUMPY"
-LLM_C = {20240520: "uint16", 20240801: "uint32"}  # the first int32 of its files: how they hold their tokens
+LLM_C = {20240520: "uint16", 20240801: "uint32"}  # the first int32 of an llm.c file: the dtype of its tokens
 
 
 def adopt(folder, vocab_size=None, dtype=None, tokenizer=None, bytes_per_token=None):
     """Write the meta.json; return Tokens. Raises DataError.
 
-    vocab_size: None: the tokenizer's, or meta.pkl's; dtype: of .bin files; None: uint16, or uint32 if the vocabulary
-    needs it; tokenizer: None: characters, if there is a meta.pkl.
+    vocab_size: by default the tokenizer's, or meta.pkl's. dtype: of .bin files; by default uint16, or uint32 if the
+    vocabulary needs it. tokenizer: by default characters, if there is a meta.pkl.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -46,7 +46,7 @@ def adopt(folder, vocab_size=None, dtype=None, tokenizer=None, bytes_per_token=N
         _refuse_halves(folder)
     dtype = dtype or least
     if np.dtype(dtype).itemsize < np.dtype(least).itemsize:
-        raise DataError(f"--dtype={dtype} cannot hold a vocabulary of {vocab_size:,}: in files written so, ids above "
+        raise DataError(f"--dtype={dtype} cannot hold a vocabulary of {vocab_size:,}: in such files ids above "
                         "65,535 have wrapped and are lost; write them again as uint32")
     with preparing(folder):
         if (folder / "meta.json").exists():
@@ -66,7 +66,7 @@ def adopt(folder, vocab_size=None, dtype=None, tokenizer=None, bytes_per_token=N
 
 
 def vocabulary(folder, tokenizer, vocab_size):
-    """What meta.json says of the tokenizer: {"tokenizer", "table", "vocab_size", "end_of_text"}. Raises DataError."""
+    """The tokenizer's entries in meta.json: {"tokenizer", "table", "vocab_size", "end_of_text"}. Raises DataError."""
     if tokenizer is None and vocab_size:
         return {"tokenizer": None}
     if tokenizer is None or canonical(tokenizer) == "char":
@@ -76,7 +76,7 @@ def vocabulary(folder, tokenizer, vocab_size):
                             "or another, or --vocab_size alone, which is enough to train")
         return {"tokenizer": "char", "table": table, "vocab_size": len(table)}
     name = canonical(tokenizer)
-    if name == "gpt2":  # without its vocabulary, which may have to be fetched
+    if name == "gpt2":  # no need for the vocabulary itself, which might have to be downloaded
         return {"tokenizer": name, "table": None, "vocab_size": 50_257, "end_of_text": 50_256}
     text = Text(tokenizer)
     about = {"tokenizer": name, "table": text.table, "vocab_size": text.n_vocab}
@@ -86,14 +86,15 @@ def vocabulary(folder, tokenizer, vocab_size):
 
 
 class Plain(pickle.Unpickler):
-    """Reads dicts, numbers and text alone."""
+    """Unpickles only dicts, numbers and text."""
 
     def find_class(self, module, name):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which could run code")
 
 
 def characters_of(path):
-    """The characters of nanoGPT's meta.pkl in the order of their tokens; None without one. Raises DataError."""
+    """The characters of nanoGPT's meta.pkl in the order of their tokens; None if there is no such file. Raises
+    DataError."""
     if not path.exists():
         return None
     try:
@@ -119,7 +120,7 @@ def copy_foreign(folder, split, vocab_size):
 
 
 def read_npy(path):
-    """The tokens of a file of numpy.save. Raises DataError."""
+    """The tokens in a file from numpy.save. Raises DataError."""
     try:
         tokens = np.load(path, mmap_mode="r")
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -130,19 +131,19 @@ def read_npy(path):
 
 
 def read_llm_c(path):
-    """The tokens of a file of llm.c: 256 int32, of which the third is their number, and then they; () of others.
-    Raises DataError."""
+    """The tokens in a file of llm.c: a header of 256 int32, the third of them the number of tokens, then the tokens. ()
+    for other files. Raises DataError."""
     header = np.fromfile(path, np.int32, 256)
     if len(header) < 256 or header[0] not in LLM_C:
         return ()
     tokens = np.memmap(path, LLM_C[header[0]], "r", header.nbytes)
     if len(tokens) != header[2]:
-        raise DataError(f"{path} holds {len(tokens):,} tokens, and {header[2]:,} by its header: fetch it again")
+        raise DataError(f"{path} holds {len(tokens):,} tokens, but its header says {header[2]:,}: fetch it again")
     return tokens
 
 
 def _refuse_halves(folder):
-    """Raises DataError for a file of uint32 that would be read as uint16."""
+    """Raises DataError if a file of uint32 would be read as uint16."""
     for split in SPLITS:
         path = folder / f"{split}.bin"
         first = np.fromfile(path, np.uint16, 4096) if path.is_file() else ()
@@ -153,13 +154,13 @@ def _refuse_halves(folder):
 def _refuse_headers(path, start):
     """Raises DataError for a file that does not begin with ids. start: its first bytes."""
     if start.startswith(NPY):
-        raise DataError(f"{path} is a file of numpy.save: rename it to {path.stem}.npy")
+        raise DataError(f"{path} was written by numpy.save: rename it to {path.stem}.npy")
     if int.from_bytes(start[:4], "little") in LLM_C:
         raise DataError(f"{path} begins with the header of llm.c: rename it to llmc_{path.name}")
 
 
 def read_split(path, dtype, vocab_size):
-    """The entry for meta.json, as from write_split, for a .bin that another program wrote. Raises DataError."""
+    """The entry in meta.json for a .bin that another program wrote, like that of write_split. Raises DataError."""
     if not path.is_file():
         others = ", ".join(sorted(other.name for other in path.parent.glob("*.[bn][ip][ny]")))
         raise DataError(f"{path} is missing: name the files train.bin and val.bin, or .npy; there are "
@@ -174,7 +175,7 @@ def read_split(path, dtype, vocab_size):
     if largest >= vocab_size:
         raise DataError(
             f"{path} holds token id {largest} as {dtype}, outside a vocabulary of {vocab_size:,}: set "
-            "--vocab_size, --tokenizer or --dtype to what the program had that wrote it"
+            "--vocab_size, --tokenizer or --dtype as in the program that wrote it"
         )
     return {"tokens": size // dtype.itemsize, "sha256": file_sha256(path), "max_token": largest}
 
@@ -185,7 +186,7 @@ class Options:
     vocab_size: Count = None  # not given: the tokenizer's, or that of nanoGPT's meta.pkl
     dtype: Literal["uint16", "uint32"] = None  # of .bin files; not given: uint16 if the vocabulary fits
     tokenizer: str = None  # gpt2, bytes, tiktoken:NAME or hf:NAME
-    bytes_per_token: Positive = None  # of the text, to report bits per byte
+    bytes_per_token: Positive = None  # average over the text, to report bits per byte
 
 
 def main():

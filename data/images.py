@@ -2,7 +2,7 @@
 
     digits        scikit-learn's 1,797 handwritten digits of 8 x 8, which come with the package; a quarter is held out
     FOLDER        train/CLASS/*.jpg and val/CLASS/*.jpg, the layout of ImageNet
-    hf:NAME       a Hugging Face dataset, such as hf:uoft-cs/cifar10; held out is its validation split, or else test
+    hf:NAME       a Hugging Face dataset, such as hf:uoft-cs/cifar10; its split validation, else test, is held out
 
 Pillow decodes and crops images in threads, one step ahead. RandAugment, mixup, cutmix and erasing come from kornia and
 run on the model's device, with one draw per micro-batch. The images of step s and their crops depend only on (seed, s).
@@ -32,7 +32,7 @@ from runtime.signals import Signals
 LAYOUT = "an image folder has train/CLASS/*.jpg and val/CLASS/*.jpg"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's red, green and blue; grey images use 0.5
 READ_WHOLE, PIECE = 1 << 30, 4096  # see contents
-GRACE_SECONDS = 10.0  # for images to come after a signal
+GRACE_SECONDS = 10.0  # how long to wait for images after a signal
 RAND_AUGMENT_GROUP = 16  # images that share RandAugment's operations, which kornia draws once per call
 
 
@@ -108,7 +108,7 @@ def folder(name):
 
 
 def images_in(root):
-    """root/CLASS/*.jpg in the order of their names."""
+    """The paths root/CLASS/*.jpg, sorted by name."""
     if not root.is_dir():
         raise DataError(f"there is no folder {root}: {LAYOUT}; other datasets are digits and hf:NAME")
     endings = Image.registered_extensions()
@@ -121,8 +121,9 @@ def images_in(root):
 
 
 def contents(paths):
-    """The sha256 of the files: of all bytes up to a gigabyte in total, else of 4 KB in the middle of each, so that a
-    start does not read all of ImageNet. Raises DataError for a pipe or device, and a file that cannot be read."""
+    """The sha256 over the files: over all bytes if they are at most a gigabyte in total, else over 4 KB from the middle
+    of each, so that starting a run does not read all of ImageNet. Raises DataError for pipes, devices and unreadable
+    files."""
     whole = sum(path.stat().st_size for path in paths) <= READ_WHOLE
 
     def piece(path):
@@ -271,14 +272,14 @@ class ImageData:
 
 
 def wait_for(future):
-    """future.result(). If a file system hangs, it never comes: then the process ends GRACE_SECONDS after a signal, with
-    exit code 75 and without saving."""
+    """future.result(). If a file system hangs, the result never comes: the process then ends GRACE_SECONDS after a
+    signal, with exit code 75 and without saving."""
     while not future.done() and not wait([future], timeout=1).done:
         if Signals.asked_at and time.monotonic() - Signals.asked_at > GRACE_SECONDS:
             with contextlib.suppress(OSError):
                 os.write(2, b"stopped while waiting for data: nothing saved since the last checkpoint; continue from "
                             b"it with --resume=auto\n")
-            os._exit(75)  # sys.exit would wait for the thread that reads
+            os._exit(75)  # sys.exit would wait for the reading thread
     return future.result()
 
 
@@ -323,7 +324,7 @@ class Augment:
         mix = self.mixup if draw < config.mixup else self.cutmix
         x, mixed = mix(x, y)
         first, second, share = mixed.reshape(-1, 3, 1).unbind(1)  # two labels and a share, (n, 1) each
-        if mix is self.cutmix:  # its share is that of the first
+        if mix is self.cutmix:  # CutMix returns the first label's share, mixup the second's
             first, second = second, first
         one_hot = lambda labels: F.one_hot(labels[:, 0].long(), self.classes).float()
         return x, torch.lerp(one_hot(first), one_hot(second), share)

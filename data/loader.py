@@ -17,7 +17,7 @@ from data.shards import Shards, file_stamp, what_changed
 
 # torch is imported only when a batch is made: importing it takes seconds, and `prepare.py --help` should be quick.
 
-SEPARATORS = {"bytes": 0, "gpt2": 50256}  # tokenizer: the token that ends a document, where meta.json does not say
+SEPARATORS = {"bytes": 0, "gpt2": 50256}  # {tokenizer: token that ends a document}, if meta.json does not say
 MAX_WINDOWS = 2**24  # per step; the indices of more would take hundreds of MB
 
 
@@ -48,7 +48,7 @@ def step_windows(n_windows, windows_per_step, seed, step):
     Args:
         n_windows: windows in the split; windows_per_step: batch_tokens // block_size; seed, step: from 0.
     Returns: (windows_per_step,) int64 window indices.
-    Raises: DataError without windows.
+    Raises: DataError if there are no windows.
     """
     if n_windows < 1:
         raise DataError(f"{n_windows} windows to train on: choose a smaller block or prepare more data")
@@ -90,10 +90,9 @@ def eval_windows(n_tokens, block_size, limit_tokens=0):
 
 
 def document_starts(tokens):
-    """First tokens of the validation split's documents, (documents,) int64: the units that intervals resample.
-
-    Documents are those in meta.json, or end at separators; neighbours are joined until there are at most 64. With
-    fewer than eight documents, eight equal stretches stand in for them.
+    """First tokens of the validation split's documents, (documents,) int64: the units that confidence intervals
+    resample. meta.json lists the documents, or they end at separators; neighbours are joined until there are at most
+    64. If there are fewer than eight, the split is divided into eight equal parts instead.
     """
     listed = (tokens.meta.get("documents") or {}).get("val")
     if listed:
@@ -203,7 +202,7 @@ class TokenData:
         return starts[self.rank_slice(rank, world_size)]
 
     def batch(self, starts):
-        """x, y: (W, block_size) int64 on the device, of windows that begin as `starts` says."""
+        """x, y: (W, block_size) int64 on the device, for the windows that begin at `starts`."""
         return get_batch(self.tokens.train, starts, self.block_size, self.device)
 
     def micro_batches(self, step, rank, world_size, micro_batch_size):
@@ -211,7 +210,7 @@ class TokenData:
 
         x, y: (at most micro_batch_size, block_size) int64 on the device; weight: float, the micro-batch's share of this
         process's windows. A step's weights add up to 1, so the sum of weight x mean loss is the mean over the step,
-        however it is divided, also if the last micro-batch is smaller.
+        however it is divided, even if the last micro-batch is smaller.
         """
         starts = self.starts(step, rank, world_size)
         for i in range(0, len(starts), micro_batch_size):
@@ -248,9 +247,9 @@ class TokenData:
         self.tokens.verify()
 
     def check_unchanged(self):
-        """Raises DataError if a file is no longer the one that was opened. It takes a call of stat() for each.
+        """Raises DataError if a file is no longer the one that was opened. This takes one stat() per file.
 
-        A truncated file would end the process with SIGBUS, and a different one would be trained on unnoticed.
+        A truncated file would kill the process with SIGBUS, and a replaced one would be trained on unnoticed.
         """
         for split, before in self._stamps:
             now = file_stamp(split)

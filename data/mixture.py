@@ -42,7 +42,7 @@ class MixtureData(TokenData):
             cycle, place = divmod(n, self.cycle)
             members, earlier = cycle_order(self.counts, self.seed, cycle)
             k = int(members[place])
-            of_dataset = cycle * self.counts[k] + int(earlier[place])  # the how-manieth of that dataset
+            of_dataset = cycle * self.counts[k] + int(earlier[place])  # index of this window within that dataset's
             epoch, i = divmod(of_dataset, self.n_windows[k])
             starts.append((k, permutation(self.n_windows[k], self.seed, epoch)[i] * self.block_size))
         return np.array(starts, dtype=np.int64)
@@ -56,8 +56,8 @@ class MixtureData(TokenData):
         return inputs_and_targets(np.stack(rows), self.device)
 
     def derived(self, config, world_size):
-        """As in TokenData, with all datasets' tokens, and what each of them is and how often it is read. `epochs` is of
-        the one that is used up first."""
+        """As in TokenData, with the tokens of all datasets, and for each what it is and how many times it is read.
+        `epochs` counts the dataset that is used up first."""
         derived = super().derived(config, world_size)
         derived["train_tokens"] = sum(len(tokens.train) for tokens in self.parts)
         cycles = config.max_iters * self.windows_per_step / self.cycle
@@ -103,7 +103,7 @@ def parse_mixture(text):
     except (ValueError, ZeroDivisionError):
         raise DataError(f"dataset={text}: {part} is not NAME:SHARE, as fineweb_edu:0.8") from None
     if len({find_dataset(name).resolve() for name, _ in parts}) < len(parts):
-        raise DataError(f"dataset={text}: one is named twice, and its windows would be read twice: add up its shares")
+        raise DataError(f"dataset={text}: one is named twice, so its windows would be read twice: add up its shares")
     total = sum(share for _, share in parts)
     if total != 1 or any(share <= 0 or not name for name, share in parts):
         raise DataError(f"dataset={text}: give each dataset a share, as fineweb_edu:0.8,code:0.2, adding up to 1 "

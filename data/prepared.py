@@ -26,7 +26,7 @@ from runtime.records import BadRecord, fields, read_json  # noqa: E402
 SPLITS = ("train", "val")
 DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
 FULL_CHECK_TOKENS = 200_000_000  # splits up to this size are hashed when opened (a tenth of a second or two)
-SPOT_CHECKS, SPOT_TOKENS = 256, 65_536  # so many evenly spaced slices of this length are searched for the largest id
+SPOT_CHECKS, SPOT_TOKENS = 256, 65_536  # number and length of the slices searched for the largest id
 
 
 class DataError(ConfigError):
@@ -34,7 +34,7 @@ class DataError(ConfigError):
 
 
 def find_dataset(name):
-    """The Path of a dataset folder: `name` itself, or data/`name`; the one that is prepared, if both are there."""
+    """The Path of a dataset folder: `name` itself, or data/`name`. If both exist, the one that is prepared."""
     here, ours = Path(name).expanduser(), Path(__file__).parent / name
     for folder in (here, ours):
         if (folder / "meta.json").exists():
@@ -54,13 +54,13 @@ class Tokens:
         meta: dict, the content of meta.json.
         vocab_size: int, the dataset's.
         train, val: read-only np.memmap or Shards, (tokens of the split,), uint16 or uint32.
-        bytes_per_token: float, of the validation split; None if meta.json does not tell.
+        bytes_per_token: float, of the validation split; None if meta.json does not say.
         sha256: {"train": hex, "val": hex} as recorded; `verify()` reads the files and compares.
 
-    Raises DataError for a folder that is not prepared, and for files that are not what meta.json describes: of another
-    size, with ids outside the vocabulary, of other content. Ids are looked at in 256 evenly spaced slices of 65,536
-    tokens, content in splits of up to 200M tokens; the rest (OpenWebText has 9 billion) is trusted as prepare.py
-    recorded it. `verify()` reads everything. BadRecord for fields of meta.json that are missing or of another type.
+    Raises DataError for a folder that is not prepared, and for files whose size, content or ids do not match meta.json.
+    Ids are checked in 256 evenly spaced slices of 65,536 tokens, content only in splits of up to 200M tokens; for
+    larger ones (OpenWebText has 9 billion) we trust what prepare.py recorded. `verify()` reads everything. Raises
+    BadRecord for fields of meta.json that are missing or have the wrong type.
     """
 
     def __init__(self, folder, vocab_size=None, block_size=None):
@@ -132,7 +132,7 @@ class Tokens:
             self._check_content(split)
 
     def _sha256(self, split):
-        """As recorded for each file."""
+        """A split's sha256, from those recorded for its files."""
         hashes = [entry["sha256"] for _, entry in self._files(split)]
         return shards_sha256(hashes) if "shards" in self.meta["splits"][split] else hashes[0]
 
@@ -153,7 +153,7 @@ def file_sha256(path):
 
 
 def _largest(tokens):
-    """The largest token id in evenly spaced slices of a split, which are all of it up to 16 million tokens."""
+    """The largest token id in evenly spaced slices of a split; they cover all of it up to 16 million tokens."""
     starts = np.linspace(0, max(0, len(tokens) - SPOT_TOKENS), SPOT_CHECKS).astype(np.int64)
     return max(int(tokens[start : start + SPOT_TOKENS].max()) for start in set(starts))
 
@@ -173,14 +173,14 @@ def _read_meta(folder):
     path = folder / "meta.json"
     how = _prepare_command(folder)
     if folder.is_file():
-        raise DataError(f"{folder} is a file, from which a dataset is prepared first: python data/tokens/prepare.py "
+        raise DataError(f"{folder} is a file; prepare a dataset from it first: python data/tokens/prepare.py "
                         f"--files {shlex.quote(str(folder))} --out data/{shlex.quote(folder.stem)}")
     if not folder.is_dir():
         recipes = sorted(p.parent.name for p in Path(__file__).parent.glob("*/prepare.py"))
         raise DataError(f"there is no dataset folder {folder}: data/ can prepare {', '.join(recipes)}; or check "
                         "the path")
     if not path.exists() and (folder / "plan.json").exists():
-        raise DataError(f"{folder} is not prepared to its end (no meta.json): run the same command again")
+        raise DataError(f"{folder} is only partly prepared (no meta.json): run the same command again")
     if not path.exists() and any(folder.glob("train.[bn][ip][ny]")):
         how += f", or if another program wrote its files, python data/adopt.py {shlex.quote(str(folder))}"
     if not path.exists():
@@ -202,13 +202,13 @@ def read_sealed(path):
 
 
 def meta_crc32(meta):
-    """The CRC-32 of all other fields of meta.json: where it agrees, they are what data/writer.py wrote."""
+    """The CRC-32 of all other fields of meta.json. If it agrees, they are what data/writer.py wrote."""
     rest = {key: value for key, value in meta.items() if key != "crc32"}
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
 
 
 def describe(tokens, checked):
-    """Print what a folder holds, and that it was `checked`."""
+    """Print what a folder holds; `checked` ends the line with what was checked about it."""
     counts = f"{len(tokens.train):,} train, {len(tokens.val):,} val tokens"
     print(f"{tokens.folder}: {counts}, {tokens.meta['dtype']}, vocabulary {tokens.vocab_size:,}, {checked}")
 

@@ -6,19 +6,19 @@ import os
 
 import numpy as np
 
-MOST_OPEN = 200  # files at once: a process may have 1,024, and data of 6,000
+MOST_OPEN = 200  # files open at once: a process may open 1,024, and a dataset can have 6,000
 
 
 class Shards:
     """Files of tokens as one array, with len() and slices.
 
-    folder: that of the data; paths, lengths: of the files, in order.
+    folder: the dataset's folder; paths, lengths: those of the files, in order.
     """
 
     ndim = 1
 
     def __init__(self, folder, paths, lengths, dtype):
-        self.filename = folder  # a memmap has its file here
+        self.filename = folder  # as in a memmap, which has its file here
         self.paths = paths
         self.ends = np.cumsum([0, *lengths])  # where each file begins, and the last one ends
         self.dtype = np.dtype(dtype)
@@ -33,7 +33,7 @@ class Shards:
     def __getitem__(self, part):
         """tokens[start:stop], 0 <= start; a copy if it spans several files."""
         start, stop, _ = part.indices(len(self))
-        i = int(np.searchsorted(self.ends, start, side="right")) - 1  # of the file that holds `start`
+        i = int(np.searchsorted(self.ends, start, side="right")) - 1  # index of the file that holds `start`
         if start < stop <= self.ends[i + 1]:
             return self.open(i)[start - self.ends[i] : stop - self.ends[i]]
         pieces = [np.empty(0, self.dtype)]
@@ -52,7 +52,7 @@ def shards_sha256(hashes):
 
 def file_stamp(tokens):
     """The `stamp` of the file behind a memmap. For Shards: a hash of the inodes, the total bytes, and a hash of the
-    sizes and mtimes, which changes when two shards are exchanged. If a file cannot be read: the reason."""
+    sizes and mtimes, so that swapping two shards changes it. If a file cannot be read: the reason, as a string."""
     try:
         if isinstance(tokens, Shards):
             stamps = [stamp(path) for path in tokens.paths]

@@ -23,18 +23,18 @@ from data.prepared import DataError
 VOCAB_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 BPE_URL = "https://openaipublic.blob.core.windows.net/encodings/"  # all other encodings
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")  # in tokenizer.json files
-END = "ends_documents"  # key of a table whose token for that has been named
-MOST_TOKENS = 2**24  # of a tokenizer.json
-# Where tokenizers cut, whatever stands around: all of them before a word; GPT-2's and its successors after a line too,
-# and before a comma.
+END = "ends_documents"  # key in a table for the end-of-text token that the user named
+MOST_TOKENS = 2**24  # most tokens in a tokenizer.json
+# Where tokenizers cut in any context: all of them before a word; GPT-2's and its successors also after a line, and
+# before a comma.
 CUTS = [re.compile(rf"(?s:.*){place}") for place in (r"\S(?= \w)", r"\S\n(?=\w)", r"[^\W\d_](?=[,.，。、])")]
-MOST_AT_ONCE = 100_000  # characters in which tiktoken finds its way whatever they are; a million blanks are too many
+MOST_AT_ONCE = 100_000  # characters per call that tiktoken can handle, even all blanks; a million blanks are too many
 
 
 @contextlib.contextmanager
 def tiktoken_cache(files):
-    """In this context tiktoken's cache holds copies of `files`, {URL: path}; it deletes cached files that it finds
-    damaged."""
+    """In this context tiktoken's cache holds `files`, {URL: path}; as copies, since tiktoken deletes cached files that
+    it finds damaged."""
     before = os.environ.get("TIKTOKEN_CACHE_DIR")
     with tempfile.TemporaryDirectory() as cache:
         for url, path in files.items():
@@ -51,10 +51,10 @@ def tiktoken_cache(files):
 def tiktoken_encoding(name, vocab=None):
     """tiktoken's encoding `name`: gpt2 (50,257 tokens, <|endoftext|> is 50256), r50k_base, cl100k_base, o200k_base ...
 
-    It is not tiktoken's shared object, which is pickled as a name: other processes get its vocabulary by value.
+    This is not tiktoken's shared object, which is pickled by name: ours carries its vocabulary to other processes.
 
-    Args: vocab: a folder with the files that tiktoken would fetch, vocab.bpe and encoder.json for gpt2, else such as
-    cl100k_base.tiktoken, or None to let tiktoken find or fetch them.
+    Args: vocab: a folder with the files that tiktoken would download: vocab.bpe and encoder.json for gpt2, else one
+    like cl100k_base.tiktoken. None: let tiktoken find or download them.
     Raises: DataError if tiktoken is not installed, the name is unknown, a file is missing or not OpenAI's, or the
     network cannot be reached.
     """
@@ -88,8 +88,8 @@ def vocab_files(name, vocab):
 
 
 def place_to_cut(text, start, most):
-    """Where a text can be cut, at most so many characters behind `start`, without other tokens than the whole has; just
-    so many if there is no such place."""
+    """Where to cut a text, at most `most` characters after `start`, so that the tokens stay the same; exactly `most` if
+    there is no such place."""
     for place in CUTS:
         if cut := place.match(text, start, start + most + 1):
             return cut.end()
@@ -119,7 +119,7 @@ def hf_tokenizer(name, table=None):
             encoding = Tokenizer.from_pretrained(name)
         encoding.no_truncation()  # transformers may have left them on in the file
         encoding.no_padding()
-        if hasattr(encoding.model, "dropout"):  # of byte pairs, for training a model on other tokens each time
+        if hasattr(encoding.model, "dropout"):  # byte pairs can have it, to give other tokens each time
             encoding.model.dropout = None
         ids = encoding.get_vocab(with_added_tokens=True).values()
         if not ids:
@@ -207,16 +207,17 @@ class Text:
                             f"hf:NAME{file}")
         if end_of_text and self.kind != "hf":
             raise DataError(f"--end_of_text={end_of_text}: only for hf: tokenizers, {self.name} has its own")
-        self.decoder = None  # see begin; other processes get a tokenizer without it
+        self.decoder = None  # set by begin; it is not sent to other processes
 
     @property
     def table_sha256(self):
-        """Of what the name alone does not say; None for a tokenizer without a table."""
+        """The hash of what the name alone does not determine; None for a tokenizer without a table."""
         return hashlib.sha256(self.table.encode()).hexdigest() if self.table else None
 
     @property
     def eot_token(self):
-        """Raises DataError for a Hugging Face tokenizer without the one that is named, or any of END_OF_TEXT."""
+        """The token that ends a document. Raises DataError if a Hugging Face tokenizer lacks the one that was named, or
+        all of END_OF_TEXT."""
         if self.kind == "tiktoken":
             return self.encoding.eot_token
         if self.kind == "hf":
@@ -244,7 +245,7 @@ class Text:
             allowed = {"allowed_special": names, "disallowed_special": ()}
             with contextlib.suppress(ValueError):
                 return self.encoding.encode(text, **allowed)
-            ids = []  # its regular expression gives up over very many blanks
+            ids = []  # tiktoken's regular expression gives up on very many blanks
             start = 0
             while start < len(text):
                 cut = place_to_cut(text, start, MOST_AT_ONCE)
@@ -268,7 +269,7 @@ class Text:
         return self.encode_ordinary(text)
 
     def gives_back(self, text):
-        """Whether a text's tokens are decoded to it; blanks around it and Unicode's normal form (NFC) aside."""
+        """Whether a text's tokens decode to the text again, up to blanks around it and Unicode normalisation (NFC)."""
         if self.kind != "hf":
             return True
         text = whole_characters(text)
@@ -294,7 +295,7 @@ class Text:
         if self.kind == "hf":
             try:
                 return self.stream.step(self.encoding, token) or ""
-            except Exception:  # the library's: with this token the bytes before are no UTF-8, and their text is another
+            except Exception:  # from the library: this token makes the bytes before it invalid UTF-8
                 self.begin([token])
                 once, twice = (self.encoding.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
                 return "\ufffd" + twice[len(once):]
@@ -328,7 +329,7 @@ class Text:
             ranks = self.encoding._mergeable_ranks
         else:
             ranks = {bytes([byte]): byte for byte in range(256)}
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # for visible bytes themselves, and then for the others
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # visible bytes first, then the others
         character_of = dict(zip(sorted(range(256), key=lambda byte: chr(byte) not in alphabet), alphabet, strict=True))
         shown = {token: "".join(character_of[byte] for byte in token) for token in ranks}
         merges = []
@@ -350,7 +351,7 @@ class Text:
 
 
 def without_end(table):
-    """A table without the key END, and the name it holds, or None."""
+    """(a table without the key END, the name that END held or None)."""
     if not table or f'"{END}"' not in table:
         return table, None
     file = json.loads(table)
@@ -359,7 +360,7 @@ def without_end(table):
 
 
 def whole_characters(text):
-    """The text with U+FFFD for halves of surrogate pairs, as tiktoken does it: tokenizers refuse them."""
+    """The text with U+FFFD for lone surrogates, as tiktoken does it: tokenizers refuse them."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -52,7 +52,7 @@ def write_split(path, chunks, vocab_size):
     A meta.json in the folder is removed before the file is replaced, as it describes the old file.
 
     Args:
-        path: .../train.bin or .../val.bin; chunks: iterable of 1-d integer arrays, of which one at a time is in memory.
+        path: .../train.bin or .../val.bin; chunks: iterable of 1-d integer arrays; only one at a time is in memory.
     Returns: {"tokens", "sha256", "max_token"}; max_token is None for an empty split.
     Raises: DataError for an id outside [0, vocab_size), checked before the cast, which would wrap it.
     """

@@ -487,7 +487,7 @@ def test_adopt_llm_cs_files(tmp_path, magic, dtype):
         header = np.zeros(256, np.int32)
         header[[0, 2]] = magic, count
         (tmp_path / f"{name}.bin").write_bytes(header.tobytes() + np.array(ids, dtype).tobytes())
-    rejected(lambda: adopt(tmp_path, tokenizer="gpt2"), "a_val_000000.bin holds 2 tokens, and 3 by its header")
+    rejected(lambda: adopt(tmp_path, tokenizer="gpt2"), "a_val_000000.bin holds 2 tokens, but its header says 3")
     header[2] = 2
     (tmp_path / "a_val_000000.bin").write_bytes(header.tobytes() + np.array(ids, dtype).tobytes())
     tokens = adopt(tmp_path, tokenizer="gpt2")
@@ -623,7 +623,7 @@ def test_tokens_go_on_after_kill_9(small_units, tmp_path, prepare, kind):
     run = lambda at: dying(at, prepare, out, events=["os.rename"])[0]
     assert [run(at) for at in (1, 3, 4, 7, 5)] == [-signal.SIGKILL] * 5 and not (out / "meta.json").exists()
     rejected(lambda: prepare(val_fraction=0.4), "from other inputs")
-    rejected(lambda: Tokens(out), "not prepared to its end")
+    rejected(lambda: Tokens(out), "only partly prepared")
     first = (out / "00000.train.bin").stat().st_mtime_ns
     assert run(0) == 0 and Tokens(out).meta["splits"] == whole.meta["splits"] and not list(out.glob("*.tmp-*"))
     lost = next(out.glob("00001.*.bin"))
@@ -709,7 +709,7 @@ def test_a_folder_is_read_through(tmp_path, prepare, capsys):
         "links to nothing, or no files": 1}
     assert len(sources.local_units([corpus], sources.Reading())) == 1  # small files are joined
     said = capsys.readouterr().err
-    assert f"1 ending in .md ({corpus}/b.md)" in said and f"{corpus}/same2.txt that of {corpus}/same.txt" in said
+    assert f"1 ending in .md ({corpus}/b.md)" in said and f"{corpus}/same2.txt like {corpus}/same.txt" in said
     more = prepare(out=tmp_path / "more", files=[corpus], endings=(".MD", "lic*"))
     assert text_of(more.train, more.val) == b"A\0md\0no ending\0d\0" + b"e" * 20 + b"\0twice\0twice\0z\0odd\0"
 
@@ -757,7 +757,7 @@ def test_documents_between_separators(tmp_path, prepare, monkeypatch, capsys, se
     for name, words in ("b.jsonl", "--separator is for"), ("a.txt", "--separator='<none>' is in none"):
         rejected(lambda name=name: prepare(files=[tmp_path / name], separator="<none>"), words)
     prepare(files=[tmp_path / "a.txt"])
-    assert ("<|endoftext|> stands in the text 62 times" in capsys.readouterr().err) == ("<|endoftext|>" in between)
+    assert ("<|endoftext|> occurs in the text 62 times" in capsys.readouterr().err) == ("<|endoftext|>" in between)
 
 
 def metaspace(folder, **special):
@@ -833,7 +833,7 @@ def test_tokenizers_of_other_people(tmp_path, capsys):
     rejected(lambda: prepare("a", tokenizer=kind, end_of_text="<|bos|>"), "from other inputs")
     (tmp_path / "lossy").mkdir()
     tokens = prepare("b", tokenizer=metaspace(tmp_path / "lossy", lower=True), end_of_text="[EOS]")
-    assert tokens.bytes_per_token is None and "does not give val back" in capsys.readouterr().err
+    assert tokens.bytes_per_token is None and "cannot reproduce val" in capsys.readouterr().err
     (tmp_path / "model").mkdir()
     rejected(lambda: Text(f"hf:{tmp_path}/model"), "has no tokenizer.json", "save_pretrained")
 

@@ -9,7 +9,7 @@ python.org, pyenv, uv, conda or Homebrew, and 11 MB with Debian's, which lacks t
 
 The split is by file. Files are shuffled by sorting them by sha256(relative path); the first ones are the validation
 set, until it holds --val_fraction of the bytes. So the split does not depend on the machine, and no content is in both
-parts (of files with equal content only one is kept). Files larger than a quarter of the validation set go to train:
+parts (only one of several equal files is kept). Files larger than a quarter of the validation set go to train:
 otherwise one generated table could be most of the validation set.
 
 meta.json also records the bits per validation byte of `xz -9`: a useful language model needs fewer.
@@ -18,7 +18,7 @@ meta.json also records the bits per validation byte of `xz -9`: a useful languag
 package: all files of a folder and its subfolders, sorted by path. A folder of more than 4 MiB is not a package (the
 library itself, its `test`); the files and folders in it are then considered separately. The split is by document,
 ordered by sha256(path). Only documents longer than 65,536 bytes are held out: they hold a sequence of that length and
-its next token. meta.json has the held-out documents' lengths and first tokens in val.bin.
+its next token. For each held-out document meta.json has its length and where it starts in val.bin.
 
     python data/pystdlib/prepare.py                                        # takes seconds
     python data/tokens/prepare.py --files .venv/lib ~/linux --endings=.py,.c --tokenizer=bytes --out data/big    # more
@@ -46,10 +46,10 @@ from data.prepared import SPLITS, DataError
 from data.tokenizer import Text, learn_bpe
 from data.writer import finish, finished, preparing, run, write_split
 
-RECIPE = 1  # to be raised when the same files would give other tokens
+RECIPE = 1  # raise this when the same files would give other tokens
 SEPARATOR = b"\0"  # ends each file; files that contain it are skipped as binary
 VAL_FRACTION = {"file": 0.02, "package": 0.05}  # 2% of the library would be only five long documents
-SHELF_BYTES = 4 << 20  # a larger folder is not a document: in the standard library only `test`, half of all bytes
+SHELF_BYTES = 4 << 20  # larger folders are not documents: in the standard library only `test`, half of all bytes
 LONG = 65_536  # longest sequence, in tokens, that every held-out document must provide
 NEVER_ENTERED = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -60,7 +60,7 @@ class File(NamedTuple):
 
 
 class Document(NamedTuple):
-    name: str  # that of its only file, or of a folder, which ends in a slash
+    name: str  # its only file's, or its folder's, with a slash at the end
     files: list
     size: int  # bytes
 
@@ -69,7 +69,7 @@ class Document(NamedTuple):
 
 
 def collect(stdlib, text_only):
-    """Read the corpus: text, every content once.
+    """Read the corpus: text files, each content only once.
 
     Returns: [File, ...] sorted by name, and the number of files skipped: unreadable, empty, binary, with the same
     content as an earlier one, a link that leads out of the library, or, with text_only, not UTF-8.
@@ -87,7 +87,7 @@ def collect(stdlib, text_only):
 
 
 def content_of(path, text_only):
-    """The bytes of a file; none if it cannot be read, or with text_only is not UTF-8."""
+    """The bytes of a file; b"" if it cannot be read, or with text_only if it is not UTF-8."""
     try:
         content = path.read_bytes()
         if text_only:
@@ -123,7 +123,7 @@ def folders_above(name):
 def split_by_name(documents, val_fraction, shortest):
     """Deterministic shuffle and split; see the top of the file.
 
-    Args: shortest: hold out no document with fewer bytes.
+    Args: shortest: fewest bytes of a held-out document.
     Returns: {split: its documents, in shuffled order}. Raises: DataError if a split would be empty.
     """
     total = sum(document.size for document in documents)
@@ -247,7 +247,7 @@ def write(folder, files, recipe, documents, tokenizer, inputs):
 
 
 def places(documents):
-    """Where each document is in its split; experiments/extrapolation.py cuts its sequences from these."""
+    """Where each document lies in its split; experiments/extrapolation.py cuts its sequences there."""
     listed = []
     start = 0
     for document in documents:
@@ -259,8 +259,8 @@ def places(documents):
 @dataclass
 class Options:
     documents: Literal["file", "package"] = "file"  # what a document is
-    tokenizer: str = "bytes"  # bytes, or bpe:N: so many tokens learned from the training files
-    val_fraction: Share = None  # share of bytes to hold out; not given: 0.02, of packages 0.05
+    tokenizer: str = "bytes"  # bytes, or bpe:N for N tokens learned from the training files
+    val_fraction: Share = None  # share of bytes to hold out; not given: 0.02, or 0.05 for packages
     out: Path = Path(__file__).parent  # folder to write
     force: bool = False  # prepare again even if it is already prepared
 

@@ -1,18 +1,18 @@
-"""The tokens that data/tokens/prepare.py makes, made on many machines by datatrove: by Slurm, Ray, or processes here.
+"""Make the tokens of data/tokens/prepare.py on many machines with datatrove: with Slurm, Ray, or processes here.
 
     pip install --group cluster
     python data/tokens/cluster.py fineweb_edu --cluster=slurm --cluster_args="partition=cpu,time=240"
     python data/tokens/cluster.py slimpajama --cluster=ray --cluster_args="address=auto"
     python data/tokens/cluster.py --files corpus/ --tokenizer=hf:FOLDER --out data/mine --workers=16  # processes here
 
-Recipes and options are prepare.py's, and so are the documents, their order and their split, whatever --tasks is: a task
+Recipes, options, documents, their order and their split are the same as with prepare.py, whatever --tasks is. Each task
 prepares its share of the source's files, in order. All machines must see --out, --files and this repository under the
 same paths. --cluster_args are options of sbatch, or Ray's address and what a task reserves there
 (num_cpus=1,memory=2e9).
 
 It can be killed at any time; rerun the command to resume: tasks go on after their last shard. With Slurm the command
-submits and returns, and the last task to end writes meta.json; rerun it to see how many have ended, or to submit again
-those that failed. Logs are in the folder datatrove of --out.
+submits and returns, and the last task to end writes meta.json; rerun it to see how many have ended, or to resubmit
+those that failed. Logs are in OUT/datatrove.
 """
 
 import contextlib
@@ -35,21 +35,21 @@ from data.tokens.prepare import is_whole, join, prepare_part, recorded
 from data.tokens.sources import in_short
 from data.writer import preparing, run, write_sealed
 
-# datatrove, tqdm and ray are imported where they are used: only this needs them, and --help should not.
+# datatrove, tqdm and ray are imported where they are used: --help should work without them.
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_TASKS = 1000  # unless --tasks is given; Slurm's own limit of an array is 1001
+MOST_TASKS = 1000  # default of --tasks; Slurm's own limit for an array is 1001
 
 
 class Tasks:
-    """The tasks of a preparation. out: the folder to write; work: of `plan`."""
+    """The tasks of a preparation. out: the folder to write; work: from `plan`."""
 
     def __init__(self, out, work, tasks):
         self.out, self.work = out, work
         self.parts = [f"task-{rank:05d}/" for rank in range(tasks)]
 
     def do(self, _, rank, tasks):
-        """One of them, as datatrove calls the step of a pipeline; the last to end writes meta.json."""
+        """Run one task; datatrove calls this as a pipeline step. The last task to end writes meta.json."""
         n_units = len(self.work.units)
         share = range(n_units * rank // tasks, n_units * (rank + 1) // tasks)
         with preparing(self.out / self.parts[rank]):
@@ -57,7 +57,7 @@ class Tasks:
         join(self.out, self.parts, self.work.meta)
 
     def ended(self, read=False):
-        """Whether each of them has; with `read`, and the disk still has its shards."""
+        """[whether a task has ended, ...]; with `read`, also whether its shards are still on disk."""
         ended = []
         for part in self.parts:
             record = recorded(self.out, part, self.work.meta["inputs"])
@@ -67,7 +67,7 @@ class Tasks:
 
 
 def run_locally(workers, **how):
-    """Each task in a process of its own. LocalPipelineExecutor.run() would wait forever for one that was killed."""
+    """Run each task in its own process. LocalPipelineExecutor.run() would wait forever for one that was killed."""
     from datatrove.executor import LocalPipelineExecutor
     from multiprocess import get_context
     from tqdm import tqdm
@@ -83,18 +83,18 @@ def run_locally(workers, **how):
             process.join()
 
     ranks = executor.get_incomplete_ranks()
-    with ThreadPoolExecutor(workers) as pool:  # threads, which wait
+    with ThreadPoolExecutor(workers) as pool:  # threads that only wait
         list(tqdm(pool.map(run_one, ranks), total=how["tasks"], initial=how["tasks"] - len(ranks), unit=" tasks"))
 
 
 def run_task(executor, rank):
-    """A task in this process, which writes to its log alone."""
+    """Run a task in this process, which writes only to the task's log."""
     sys.stderr = open(os.devnull, "w")
     executor._run_for_rank(rank)
 
 
 def run_on_slurm(workers, options, name, **how):
-    """Submit the tasks. Returns the id of the job, the last one of several. Raises DataError."""
+    """Submit the tasks. Returns the id of the job, or of the last one of several. Raises DataError."""
     from datatrove.executor import SlurmPipelineExecutor
 
     if not {"partition", "time"} <= options.keys():
@@ -122,7 +122,7 @@ def is_queued(job):
 
 
 def run_on_ray(workers, options, **how):
-    """The tasks on the nodes of Ray. Raises DataError."""
+    """Run the tasks on Ray's nodes. Raises DataError."""
     from datatrove.executor import RayPipelineExecutor
 
     try:
@@ -142,7 +142,7 @@ def run_on_ray(workers, options, **how):
 
 
 def failure(folder, ended):
-    """How many tasks did not end, and why the first of them did not: the last line of its log."""
+    """How many tasks did not end, and the last line of the first one's log, which says why."""
     rank = ended.index(False)
     log = folder / f"datatrove/logs/task_{rank:05d}.log"
     text = log.read_text(errors="replace").strip() if log.exists() else ""
@@ -155,15 +155,16 @@ def failure(folder, ended):
 
 def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, force=False, files=None, shuffle=None,
             **choices):
-    """Make the tokens in `out`, unless they are there. Returns Tokens, or None where jobs of Slurm are still to do it.
+    """Make the tokens in `out`, unless they are there already. Returns Tokens, or None while Slurm jobs are still to do
+    it.
 
-    Args: as on the command line; choices: as data/tokens/prepare.py's `plan` takes them. Raises DataError, one line.
+    Args: as on the command line; choices: arguments of `plan` in data/tokens/prepare.py. Raises DataError, one line.
     """
     try:
         from datatrove.utils.logging import logger
     except ImportError:
         raise DataError("the package datatrove is missing: pip install --group cluster") from None
-    logger.remove()  # it logs to files alone
+    logger.remove()  # log only to files
     folder = Path(out).absolute()
     if cluster == "slurm" and shlex.quote(str(folder)) != str(folder):
         raise DataError(f"--out {folder}: choose a path of letters, digits and ./_- for the scripts of Slurm")
@@ -203,7 +204,7 @@ def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, 
 
 
 def mark_ended(folder, ended):
-    """datatrove leaves out tasks with a mark."""
+    """Mark the tasks that have ended, so that datatrove skips them."""
     marks = folder / "datatrove/completions"
     for path in (marks, folder / "datatrove/logs"):
         shutil.rmtree(path, ignore_errors=True)
@@ -214,7 +215,7 @@ def mark_ended(folder, ended):
 
 
 def run_tasks(cluster, cluster_args, workers, job, how):
-    """Run the tasks without a mark; on Slurm, submit them, and note the id in the file `job`."""
+    """Run the tasks that are not marked; on Slurm, submit them and write the job's id to the file `job`."""
     options = dict(item.partition("=")[::2] for item in cluster_args.split(",") if item)
     if cluster == "slurm":
         job.write_text(run_on_slurm(workers or -1, options, job.parents[1].name, **how))
@@ -228,7 +229,7 @@ def run_tasks(cluster, cluster_args, workers, job, how):
 class Options(one_process.Source):
     cluster: Literal["slurm", "ray"] = None  # where tasks run; not given: processes here
     cluster_args: str = ""  # NAME=VALUE,...: options of sbatch, or of Ray
-    tasks: Count = MOST_TASKS  # at most, and not more than the source has files; local ones count once per 256 MB
+    tasks: Count = MOST_TASKS  # at most; never more than the source has files (local ones count once per 256 MB)
     workers: Count = None  # tasks at once; not given: all on a cluster, one per core here
 
 

@@ -1,4 +1,4 @@
-"""Any text as shards of tokens: a data set of Hugging Face, streamed, or local files, with any tokenizer.
+"""Make shards of tokens from any text: a data set of Hugging Face, streamed, or local files, with any tokenizer.
 
     python data/tokens/prepare.py fineweb_edu                            # a recipe: into data/fineweb_edu
     python data/tokens/cluster.py fineweb_edu --cluster=slurm            # the same tokens, made on many machines
@@ -8,20 +8,20 @@
     python data/tokens/prepare.py openwebtext --files owt/ --vocab gpt2_vocab            # a machine without network
     python train.py config/longhorn_1b3.py --dataset=fineweb_edu         # or --dataset=fineweb_edu:0.8,mine:0.2
 
-Documents stay in the order of their source, each followed by the tokenizer's end of text: training reads windows in
-random order anyway. A document is held out where the source has a validation split, and else by the hash of its place;
-of few documents the last part of the text is held out: a tenth, at most a million characters.
+Documents stay in the order of their source, each followed by the tokenizer's end-of-text token: training reads windows
+in random order anyway. Held out is the source's validation split; if it has none, documents are held out by the hash of
+their place. If there are only a few documents, the last tenth of the text is held out, at most a million characters.
 
-Local files are known by the sha256 of their content, for which each start reads them whole, about 1 GB a second; a
-folder with tokens from other content is refused, and so is a file that changes while it is read.
+Local files are identified by their sha256, so each start reads them whole, at about 1 GB a second. A folder with tokens
+from other content is refused, and so is a file that changes while it is read.
 
-With --shuffle, as in openwebtext, the tokens are those of nanoGPT, in its order: datasets' train_test_split shuffles
-the documents and holds some out, which needs all of them on disk, in the cache of datasets (HF_HOME; OpenWebText: 54
-GB). nanoGPT has 9,035,582,198 tokens of OpenWebText to train on and 4,434,897 for validation; of other counts the
-losses cannot be compared with its.
+With --shuffle, as in openwebtext, tokens and order are nanoGPT's: datasets' train_test_split shuffles the documents and
+holds some out. All documents must then fit on disk, in the cache of datasets (HF_HOME; OpenWebText: 54 GB). nanoGPT has
+9,035,582,198 tokens of OpenWebText to train on and 4,434,897 for validation; with other counts, losses cannot be
+compared with nanoGPT's.
 
-It can be killed at any time; rerun the command to resume after the last shard, of some 100M tokens, in plan.json. If
-local files cannot be read, nothing stays.
+It can be killed at any time; rerun the command to resume after the last shard (about 100M tokens) in plan.json. If a
+local file cannot be read, no shard is kept.
 Tokens depend neither on --workers nor on kills.
 """
 
@@ -70,24 +70,24 @@ RECIPES = {  # name: the arguments it stands for
 }
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 SHARD_TOKENS = 100_000_000
-BATCH_CHARS = 1 << 20  # encoded at a time by a worker
-SAMPLE_CHARS = 4096  # of each batch, decoded to see whether tokens give the text back
-VAL_FRACTION, MOST_HELD_OUT = 0.0005, 1 << 20  # of documents; characters of few documents
-FEW = 8  # documents of a split; of fewer there is no interval for a loss either (data/loader.py)
+BATCH_CHARS = 1 << 20  # characters that a worker encodes at a time
+SAMPLE_CHARS = 4096  # characters of each batch that are decoded, to see if they come back
+VAL_FRACTION, MOST_HELD_OUT = 0.0005, 1 << 20  # of documents; characters if documents are few
+FEW = 8  # documents per split; fewer give no interval for a loss either (data/loader.py)
 USUAL_MARK = "<|endoftext|>"
 
 
 # ----------------------------------------------------------------------------------------------------- what is held out
 
 def split_of(official, place, fraction):
-    """The split of the document at a place ("unit/number"): the source's, or, by hash, 'val' for that fraction."""
+    """The split of the document at a place ("unit/number"): the source's, else by hash 'val' for this fraction."""
     place = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "big")
     return official or ("val" if place < fraction * 2**64 else "train")
 
 
 def few_documents(units, reading, fraction):
-    """The characters of all documents, where `split_of` would give a split fewer than FEW of them; else None, which is
-    known before much is read."""
+    """How many characters all documents have, if `split_of` would give a split fewer than FEW of them; else None,
+    without reading much."""
     counts, chars, marks = dict.fromkeys(SPLITS, 0), 0, 0
     for unit, source in enumerate(units):
         number = 0
@@ -102,33 +102,34 @@ def few_documents(units, reading, fraction):
     if reading.separator and sum(counts.values()) <= sum(map(len, units)):
         raise DataError(f"--separator={reading.separator!r} is in none of the files: copy it from one, or leave it out")
     if marks:
-        print(f"{USUAL_MARK} stands in the text {marks:,} times and is read as text: --separator='{USUAL_MARK}' lets "
+        print(f"{USUAL_MARK} occurs in the text {marks:,} times and is read as text: --separator='{USUAL_MARK}' lets "
               "it end documents of .txt files", file=sys.stderr)
     return chars
 
 
 def characters_to_train_on(chars, fraction):
-    """Of so many characters of few documents; the rest is held out. Raises DataError if that is nearly none."""
+    """How many of the `chars` characters of few documents to train on. The rest is held out. Raises DataError if either
+    part is nearly empty."""
     held_out = int(chars * fraction) if fraction else min(chars // 10, MOST_HELD_OUT)
     if not 2 <= held_out <= chars - 2:
-        raise DataError(f"{chars:,} characters are too few: {held_out:,} would be held out, where at least 2 must be, "
-                        "and 2 must stay: add text, or choose another --val_fraction")
-    print(f"few documents: the last {held_out:,} of {chars:,} characters are held out, or what --val_fraction says",
+        raise DataError(f"{chars:,} characters are too few: {held_out:,} would be held out, and both "
+                        "parts need at least 2: add text, or choose another --val_fraction")
+    print(f"few documents: the last {held_out:,} of {chars:,} characters are held out (--val_fraction changes that)",
           file=sys.stderr)
     return chars - held_out
 
 
 @dataclass
 class Splitting:
-    """Which split text goes to: the source's, or by the hash of the document's place; with `cut`, of few documents,
-    the first so many characters are to be trained on, up to the end of a line or word, and the rest is held out."""
+    """Which split a text goes to: the source's, else by the hash of the document's place. With `cut`, for few
+    documents, we train on the first `cut` characters, up to the end of a line or word, and hold out the rest."""
 
     fraction: float
     cut: int = None
     seen: int = 0  # characters so far
 
     def parts(self, official, place, text):
-        """[(split, text), ...] of the next text."""
+        """[(split, part of the text), ...] for the next text."""
         if self.cut is None:
             return [(split_of(official, place, self.fraction), text)]
         here = self.cut - self.seen
@@ -150,7 +151,8 @@ class Splitting:
 
 @dataclass
 class Piece:
-    """Of a document. before: the character before it, "" where a document begins; end: whether it ends with it."""
+    """A piece of a document. before: the character before it, "" where the document begins; end: whether the document
+    ends with this piece."""
 
     split: str
     text: str
@@ -159,8 +161,8 @@ class Piece:
 
 
 def in_batches(work, share, first, items):
-    """(unit, items of it so far, [Piece, ...]) per BATCH_CHARS characters of a share of the units, after so many of
-    unit `first`. Raises DataError."""
+    """Yields (unit, items of it so far, [Piece, ...]) per BATCH_CHARS characters of a share of the units, beginning
+    after `items` items of unit `first`. Raises DataError."""
     for unit in share if work.splitting.cut is not None else range(first, share.stop):
         batch, chars, number, n = [], 0, 0, 0
         before, last = "", None
@@ -189,21 +191,21 @@ def in_batches(work, share, first, items):
 
 
 def token_arrays(text, texts):
-    """The token ids of each of these texts, in which <|endoftext|> is text like any other."""
+    """[token ids of a text, ...]; <|endoftext|> in a text counts as ordinary text."""
     if text.kind == "bytes":
         return [np.frombuffer(piece.encode("utf-8", "surrogatepass"), np.uint8) for piece in texts]
     if text.kind == "hf":
         text.encoding.encode_special_tokens = True
         whole = [whole_characters(piece) for piece in texts]
         return [encoding.ids for encoding in text.encoding.encode_batch_fast(whole, add_special_tokens=False)]
-    with contextlib.suppress(ValueError):  # half a pair of surrogates, or more blanks than its regular expression takes
+    with contextlib.suppress(ValueError):  # a lone surrogate, or more blanks than its regular expression can take
         if text.kind == "tiktoken":
             return [text.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in texts]
     return [text.encode_ordinary(piece) for piece in texts]
 
 
 def encode(text, batch, dtype):
-    """{split: (its tokens, bytes, documents)} of a batch; no bytes where the tokens do not give a sample back."""
+    """{split: (its tokens, bytes, documents)} of a batch; bytes is None if a sample's tokens do not decode to it."""
     if text.kind == "hf" and any(piece.before for piece in batch):
         arrays = [text.encode_after(piece.before, piece.text) for piece in batch]
     else:
@@ -222,8 +224,8 @@ def encode(text, batch, dtype):
 
 
 def encode_shards(out, part, shards, share, work, workers):
-    """Write the shards of a share of the units that follow `shards`, as PART00005.train.bin, and append their records:
-    {"unit", "items" of it so far, "splits"}. Yields after each of them."""
+    """Write the shards of a share of the units that come after `shards`, as PART00005.train.bin, and append their
+    records: {"unit", "items" of it so far, "splits"}. Yields after each shard."""
     from tqdm import tqdm
 
     text, dtype = work.text, np.dtype(DTYPES[token_dtype(work.text.n_vocab)])
@@ -249,7 +251,7 @@ def encode_shards(out, part, shards, share, work, workers):
 
 
 def write_shard(out, name, encoded, n_vocab):
-    """Write NAME.train.bin and NAME.val.bin, those with any tokens. Returns {split: its entry for meta.json}.
+    """Write NAME.train.bin and NAME.val.bin, unless they would be empty. Returns {split: its entry for meta.json}.
 
     encoded: {split: [(tokens, bytes, documents), ...]}.
     """
@@ -264,12 +266,12 @@ def write_shard(out, name, encoded, n_vocab):
 
 
 def total(sizes):
-    """Their sum; None if one of them is not known."""
+    """The sum of sizes; None if one of them is unknown."""
     return None if None in sizes else sum(sizes)
 
 
 def is_whole(out, splits):
-    """Whether the files of a shard are there, with the recorded content."""
+    """Whether the files of a shard exist and have the recorded content."""
     files = [(out / entry["file"], entry["sha256"]) for entry in splits.values()]
     return all(path.is_file() and file_sha256(path) == sha256 for path, sha256 in files)
 
@@ -289,18 +291,18 @@ def finish_shards(folder, shards, meta):
             "shards": [{key: entry[key] for key in ("file", "tokens", "sha256")} for entry in entries],
         }
         if counts["bytes"] is None:
-            print(f"{meta['tokenizer']} does not give {split} back (lower case, or characters it does not know): no "
+            print(f"{meta['tokenizer']} cannot reproduce {split} (lower case, or characters it does not know): no "
                   "bits per byte", file=sys.stderr)
     return finish(folder, {"dataset": folder.resolve().name, **meta, "splits": splits})
 
 
 @dataclass
 class Work:
-    """What a preparation works on."""
+    """What a preparation reads, and how."""
 
-    units: list  # of documents; with --shuffle those of local files, or None: they are shuffled later
+    units: list  # groups of documents; with --shuffle of local files, or None: they are shuffled later
     text: Text
-    meta: dict  # what meta.json says of them; meta["inputs"] is the hash of all that the tokens follow from
+    meta: dict  # entries of meta.json; meta["inputs"] is the hash of all that the tokens depend on
     reading: Reading
     splitting: Splitting
     before: dict  # the local files' stamps
@@ -308,7 +310,7 @@ class Work:
 
 def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=None, end_of_text=None,
          text_column="text", encoding=None, separator=None, endings=(), val_fraction=None, shuffle=None, out=None):
-    """The Work of a preparation; says on standard error what is left out. Raises DataError."""
+    """The Work of a preparation. Prints on stderr what is left out. Raises DataError."""
     if (source is None) == (not files):
         raise DataError("give a recipe or a name of Hugging Face's hub, or --files, and not both")
     reading, units, table = Reading(text_column, encoding, separator, endings), None, None
@@ -324,7 +326,7 @@ def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=
             raise DataError("--tokenizer=chars reads all documents for their characters first: it needs --files")
         table = characters(units, reading)
     text = Text(tokenizer, table, vocab, end_of_text)
-    end = text.eot_token  # raises where there is none, before much is read
+    end = text.eot_token  # raises if there is none, before much is read
     if files:
         documents_from = contents(units)
     elif shuffle is None:
@@ -351,7 +353,7 @@ def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=
 
 
 def refuse_inside(out, files):
-    """Raises DataError for a folder to write that would be read as well."""
+    """Raises DataError if the folder to write would be read as well."""
     for path in files:
         if out is not None and path.is_dir() and Path(out).resolve().is_relative_to(path.resolve()):
             raise DataError(f"--out {out} is inside --files {path}, and would be read as text: choose another --out")
@@ -367,20 +369,20 @@ def characters(units, reading):
 
 
 def contents(units):
-    """[[(name, sha256 of the content), ...], ...] of units of local files; says which are the same. Raises OSError."""
+    """[[(name, sha256 of the content), ...], ...] of units of local files. Prints which are alike. Raises OSError."""
     paths = list(itertools.chain(*units))
     with ThreadPoolExecutor() as pool:
         sha256 = dict(zip(paths, pool.map(file_sha256, paths), strict=True))
     first = {}
     again = [path for path in paths if first.setdefault(sha256[path], path) != path]
     if again:
-        print(f"the same content twice, which is kept, and may be in both splits: {len(again):,} files ({again[0]} "
-              f"that of {first[sha256[again[0]]]})", file=sys.stderr)
+        print(f"files with the content of another are kept, and may be in both splits: {len(again):,} ({again[0]} "
+              f"like {first[sha256[again[0]]]})", file=sys.stderr)
     return [[(path.name, sha256[path]) for path in unit] for unit in units]
 
 
 def begin(folder, inputs, force):
-    """The Tokens of a folder that is finished already, else None. Raises DataError where it holds others."""
+    """The Tokens of a folder that is already finished, else None. Raises DataError if it was made from other inputs."""
     if force:
         discard(folder)
     elif not {inputs_of(folder / "plan.json"), inputs_of(folder / "meta.json")} <= {None, inputs}:
@@ -394,7 +396,7 @@ def discard(folder):
 
 
 def inputs_of(path):
-    """What a plan.json or meta.json was made from; None where there is no such file."""
+    """What a plan.json or meta.json was made from; None if there is no such file."""
     try:
         return read_sealed(path).get("inputs") or "unknown"
     except BadRecord:
@@ -402,14 +404,14 @@ def inputs_of(path):
 
 
 def recorded(out, part, inputs):
-    """What is made of a part, as PARTplan.json has it."""
+    """The record of how far a part is made, from PARTplan.json."""
     path = out / f"{part}plan.json"
     known = read_sealed(path) if inputs_of(path) == inputs else {}
     return {"inputs": inputs, "shards": [], "ended": False, **known}
 
 
 def prepare_part(out, part, share, work, workers):
-    """Write the shards of a share of the units, PART00000.train.bin and so on, after those that are there."""
+    """Write the shards of a share of the units, PART00000.train.bin and so on, after those that exist."""
     record = recorded(out, part, work.meta["inputs"])
     shards = list(itertools.takewhile(lambda shard: is_whole(out, shard["splits"]), record["shards"]))
     if record["ended"] and shards == record["shards"]:
@@ -430,9 +432,9 @@ def join(out, parts, meta):
 
 
 def prepare(out, workers=1, force=False, **choices):
-    """Write the shards and then meta.json into `out`, unless they are there. Returns Tokens.
+    """Write the shards and then meta.json into `out`, unless they are there already. Returns Tokens.
 
-    choices: as `plan` takes them. Raises DataError, one line.
+    choices: arguments of `plan`. Raises DataError, one line.
     """
     work = plan(out=out, **choices)
     meta, recipe = work.meta, work.meta["recipe"]
@@ -446,7 +448,7 @@ def prepare(out, workers=1, force=False, **choices):
             prepare_part(folder, "", range(len(work.units)), work, workers)
             return join(folder, [""], meta)
         except DataError:
-            if work.before:  # local files, of which the same would fail again, and others need other shards
+            if work.before:  # local files: the same ones would fail again, and others need other shards
                 discard(folder)
             raise
 
@@ -456,19 +458,19 @@ class Source:
     """Options of prepare.py and cluster.py."""
 
     source: str = None  # a recipe (RECIPES in data/tokens/prepare.py), or a name of the hub
-    subset: str = None  # of a data set of the hub, sample-10BT say
-    files: list[Path] = None  # local files, or folders of them; with a recipe, in its place
+    subset: str = None  # of a data set on the hub, such as sample-10BT
+    files: list[Path] = None  # local files, or folders of them; with a recipe, instead of its source
     # --- tokens
     tokenizer: str = "tiktoken:gpt2"  # bytes, chars, tiktoken:NAME, hf:NAME on the hub, or hf:FOLDER
     vocab: Path = None  # folder with a tiktoken encoding's files, to need no network
     end_of_text: str = None  # the token of an hf: tokenizer that ends a document, where its name is unusual
     # --- how text is read
-    text_column: str = "text"  # of parquet, jsonl and the hub
+    text_column: str = "text"  # which column of parquet, jsonl or the hub holds the text
     encoding: str = None  # of files that are not UTF-8 and have no byte order mark: latin-1, utf-16-le, ...
     separator: str = None  # between the documents of a .txt file: "<|endoftext|>", or "\n\n"
-    endings: tuple[str, ...] = ()  # of further files that are text: .md,.py; of names: wiki_*
+    endings: tuple[str, ...] = ()  # other files to read as text, by ending (.md,.py) or name (wiki_*)
     # --- what is written
-    val_fraction: Share = None  # of documents, where no split is official; not given: 0.0005, of few texts a tenth
+    val_fraction: Share = None  # of documents, if the source has no split; not given: 0.0005, or a tenth of few texts
     out: Path = None  # folder to write; not given: data/ and the recipe's name
     force: bool = False  # prepare again from the beginning
 
@@ -482,7 +484,7 @@ class Options(Source):
 
 
 def read(options_class, doc):
-    """The arguments of `prepare` on the command line, those of a recipe filled in. Raises ConfigError."""
+    """The arguments of `prepare` from the command line, completed by those of a recipe. Raises ConfigError."""
     options = configurator.read(options_class, sys.argv[1:], doc)
     recipe = RECIPES.get(options.source, {})
     arguments = dataclasses.asdict(options) | recipe | options.overrides

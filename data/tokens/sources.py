@@ -1,8 +1,8 @@
 """Where documents come from: local files, folders of them, and data sets of Hugging Face.
 
-Files are known by their ending, in any case: .parquet; .jsonl, .ndjson and .json with an object in each line; .txt and
---endings with text. .gz, .zst and .bz2 are unpacked. Folders are read through, links followed, each file once; hidden
-ones (.git, __MACOSX), empty ones and those with another ending are left out, and counted.
+The ending of a file says what it is, in upper or lower case: .parquet; .jsonl, .ndjson and .json with an object in each
+line; .txt and --endings with text. .gz, .zst and .bz2 are unpacked. Folders are read recursively, following links, each
+file once. Hidden files (.git, __MACOSX), empty ones and those with other endings are left out, and counted.
 
 A byte order mark decides how a file is decoded; else it is UTF-8, or what --encoding says. A text is one document, or
 several with a --separator between them, and is read in pieces, cut where tokenizers cut too.
@@ -29,9 +29,9 @@ JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
 PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BOMS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32-le", codecs.BOM_UTF32_BE: "utf-32-be",
         codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}  # UTF-32's begins with UTF-16's
-UNIT_BYTES, UNIT_DOCUMENTS = 1 << 28, 200_000  # small files are joined up to this; of shuffled documents
-PIECE_CHARS = 1 << 20  # of a text, at most
-MOST_SAID = 8  # reasons to leave something out
+UNIT_BYTES, UNIT_DOCUMENTS = 1 << 28, 200_000  # small files are joined up to this size; documents per unit if shuffled
+PIECE_CHARS = 1 << 20  # longest piece of a text
+MOST_SAID = 8  # how many reasons for leaving something out are printed
 SMALL = 100  # bytes; a smaller file may hold nothing but a byte order mark, or an empty packed file
 MOST_OF_A_LINE = 1 << 28  # characters of a line in a jsonl file, which is read whole
 OFFICIAL = ("validation", "val", "valid", "test")  # names of a split that holds documents out
@@ -39,12 +39,12 @@ OFFICIAL = ("validation", "val", "valid", "test")  # names of a split that holds
 
 @dataclass
 class Reading:
-    """How files are read; the counts of what is left out."""
+    """How files are read, and counts of what is left out."""
 
-    column: str = "text"  # of parquet, jsonl and the hub
+    column: str = "text"  # the one with the text, in parquet, jsonl and hub data
     encoding: str = None  # of text that is not UTF-8
     separator: str = None  # between the documents of a text
-    endings: tuple = ()  # of further files that are text: .md, or wiki_* for names
+    endings: tuple = ()  # other files to read as text: .md, or wiki_* for names
     left_out: dict = field(default_factory=dict)  # {why: [number, first path]}
 
     def __post_init__(self):
@@ -72,7 +72,7 @@ class Reading:
 
 
 def unpacked(name):
-    """A file's name without the ending of its compression."""
+    """A file's name without .gz or another ending for compression."""
     stem, ending = os.path.splitext(name)
     return stem if ending.lower() in PACKED else name
 
@@ -80,7 +80,7 @@ def unpacked(name):
 # -------------------------------------------------------------------------------------------------- where documents are
 
 def local_units(paths, reading):
-    """[[Path, ...], ...]: the files, folders read through, in units. Raises DataError."""
+    """[[Path, ...], ...]: the files, including those in folders, in units. Raises DataError."""
     units, size, seen = [], UNIT_BYTES, set()
     for path in paths:
         if not path.exists():
@@ -128,7 +128,7 @@ def walk(path, reading, seen):
 
 
 def about(left_out):
-    """What is left out, in words: the most frequent reasons."""
+    """What was left out, in words: the most frequent reasons."""
     reasons = sorted(left_out.items(), key=lambda item: -item[1][0])
     parts = [f"{n:,} {why} ({path})" for why, (n, path) in reasons[:MOST_SAID]]
     if rest := sum(n for _, (n, _) in reasons[MOST_SAID:]):
@@ -171,7 +171,7 @@ def shuffled_units(source, subset, units, reading, val_fraction, seed, key, befo
             whole = datasets.Dataset.from_generator(functools.partial(rows, units, reading, before),
                                                     fingerprint=key[:16])
     except Exception as error:
-        error = error.__cause__ or error  # that of a generator, a DataError from read_file say
+        error = error.__cause__ or error  # raised in a generator, such as a DataError from read_file
         if isinstance(error, DataError):
             raise error from None
         raise DataError(f"{source or 'the files'} cannot be loaded ({in_short(error)}): check name, network and disk, "
@@ -260,7 +260,7 @@ def stream_of(path, compression):
     """A binary stream of what a file holds, unpacked."""
     import pyarrow as pa
 
-    with open(path, "rb") as file:  # whose name need not be UTF-8, as pyarrow demands
+    with open(path, "rb") as file:  # opened here, since pyarrow refuses names that are not UTF-8
         yield pa.input_stream(file, compression=compression) if compression else file
 
 
@@ -313,7 +313,7 @@ def has_no(column, columns):
 
 
 def as_text(value, place):
-    """A document as it stands in a column: None is an empty one. Raises ValueError for what is no text."""
+    """The document in a column's value; None is an empty one. Raises ValueError for anything but text."""
     if not isinstance(value, str | None):
         kind = type(value).__name__
         raise ValueError(f"{place}: {str(value)[:20]} is not text but {kind}: name another --text_column, or {NESTED}")
@@ -325,17 +325,17 @@ def in_short(error):
 
 
 def encoding_of(path, compression, given):
-    """`given`, unless the file is UTF-8 and not only ASCII: then it is that, whatever others beside it are."""
+    """`given`; but "utf-8" if the file is UTF-8 and not only ASCII, whatever the encoding of the files beside it."""
     with contextlib.suppress(ValueError), stream_of(path, compression) as stream:
-        if given and not all([chunk.isascii() for chunk in decoded(stream, None)]):  # a list: to its end
+        if given and not all([chunk.isascii() for chunk in decoded(stream, None)]):  # a list, to read to the end
             return "utf-8"
     return given
 
 
 def decoded(stream, encoding):
-    """The text of a binary stream, in parts. Raises ValueError with the place of a byte that is no text.
+    """The text of a binary stream, in parts. Raises ValueError with the place of a byte that cannot be decoded.
 
-    encoding: of what has no byte order mark; None: UTF-8, in which a zero is not expected: UTF-16 would have them.
+    encoding: used if there is no byte order mark. None: UTF-8 without zeros, which would mean that it is UTF-16.
     """
     first = stream.read(4)
     bom = next((bom for bom in BOMS if first.startswith(bom)), b"")
@@ -346,14 +346,14 @@ def decoded(stream, encoding):
         zero = -1 if bom or encoding else chunk.find(0)
         if zero >= 0:
             raise ValueError(f"byte {place + zero:,} is a zero: give --encoding, utf-16-le say, or utf-8 if it is text")
-        before = len(decoder.getstate()[0])  # bytes of a character that is not whole yet
+        before = len(decoder.getstate()[0])  # bytes of an incomplete character
         try:
             yield decoder.decode(chunk, final=not chunk)
         except UnicodeError as error:
             byte = place - before + getattr(error, "start", 0)
             remedy = "give --encoding, latin-1 or cp1252 say"
             if bom:
-                remedy = "its byte order mark says that it is, so save it anew"
+                remedy = "its byte order mark says that it is, so save it again"
             elif encoding:
                 remedy = "give another --encoding"
             raise ValueError(f"byte {byte:,} is not {name}: {remedy}") from None
@@ -361,15 +361,15 @@ def decoded(stream, encoding):
 
 
 def split_at(chunks, separator):
-    """The (part, whether a document ends with it) of text; line breaks beside a separator belong to it."""
+    """Yields (part of the text, whether a document ends with it). Line breaks next to a separator belong to it."""
     text, begins = "", True
-    mark = re.compile(re.escape(separator).replace("\\\n", "\r?\n"))  # lines may end as on Windows
+    mark = re.compile(re.escape(separator).replace("\\\n", "\r?\n"))  # allow line ends of Windows
     for chunk in chunks:
         *whole, text = mark.split(text + chunk)
         for part in whole:
             yield (part.lstrip("\r\n") if begins else part).rstrip("\r\n"), True
             begins = True
-        known = text[:max(0, len(text) - 2 * len(separator))].rstrip("\r\n")  # no beginning of a separator
+        known = text[:max(0, len(text) - 2 * len(separator))].rstrip("\r\n")  # cannot hold the start of a separator
         if known:
             yield known.lstrip("\r\n") if begins else known, False
             text = text[len(known):]
@@ -378,7 +378,7 @@ def split_at(chunks, separator):
 
 
 def in_pieces(parts):
-    """The (piece, whether a document ends with it) of parts of documents; nothing of an empty one."""
+    """Yields (piece, whether a document ends with it) for parts of documents; nothing for an empty document."""
     rest = ""
     for part, end in parts:
         rest += part
