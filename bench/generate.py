@@ -10,8 +10,8 @@ and, at each context length, continued greedily by --new_tokens tokens, a few at
 whose state is a cache of all keys and values, is the contrast. A context that would take a family over --budget_s is
 left out, with a line that says so.
 
-LLaMA's cache has spare room, up to a quarter of its tokens, so that most new tokens copy nothing. While reading,
-attention also needs a mask of (chunk, past + chunk), so its peak grows with --chunk times the context.
+LLaMA's cache has spare room, up to a quarter of its tokens, so that adding a token rarely copies the cache. While
+reading, attention also needs a mask of (chunk, past + chunk), so its peak grows with --chunk times the context.
 
 Each family runs in its own process, as in bench/step.py. Weights are random: the cost does not depend on them.
 """
@@ -37,7 +37,7 @@ from model import LM, tensors_of  # noqa: E402
 
 TOLERANCE = 1e-4  # for logits in float32, relative, 2-norm; all families stay below 1e-5
 MIB = 2**20
-BURSTS = 4  # the new tokens after each context are written in so many turns
+BURSTS = 4  # turns in which the new tokens after each context are written
 PIECES = (31, 1, 16)  # the check reads its text in these pieces, then one token at a time
 
 
@@ -57,11 +57,12 @@ class Reader(Model):
                           f"(at most {tolerance:.0e})")
         self.state = self.lm.initial_state(spec["batch_size"])
         self.past = 0
-        self.seconds = 0.0  # of reading `past` tokens
+        self.seconds = 0.0  # spent on reading `past` tokens
 
     @torch.no_grad()
     def check(self, lm, new_tokens=16):
-        """(the relative error of logits from the state, its tolerance): against a whole forward pass over the text.
+        """(relative error of the logits that come through the state, its tolerance), compared with one pass over the
+        whole text.
 
         In bfloat16 the reference is the whole pass in float32 with backend torch, and the error may be four times that
         of the whole pass in bfloat16.
@@ -100,7 +101,7 @@ class Reader(Model):
 
     @torch.no_grad()
     def read(self, context):
-        """Read on until the text has `context` tokens. Its seconds count the whole text."""
+        """Read on until the text has `context` tokens. The seconds it returns are those for the whole text."""
         self.token = self.later = None  # frees the previous context's continuation
         peak = measure.Peak(self.device)
         batch_size = self.spec["batch_size"]
@@ -120,7 +121,8 @@ class Reader(Model):
 
     @torch.no_grad()
     def write(self, new_tokens):
-        """Continue the text greedily; the times count all tokens written there. The state of the text is kept."""
+        """Continue the text greedily. Times cover all tokens written at this context; the state of the text itself is
+        kept."""
         for _ in range(new_tokens):
             self.token, self.later, spent = self.forward(self.token, self.later)
             self.written.append(spent)
@@ -136,13 +138,13 @@ def distance(got, true):
 # ------------------------------------------------------------------------------------------------------------- contexts
 
 class Family(Worker):
-    """A family that reads on, and writes on, until its `budget_s` seconds are used up."""
+    """A family that reads and writes more and more tokens until its `budget_s` seconds are used up."""
 
     def __init__(self, spec):
         super().__init__(Reader, spec, family=spec["name"], contexts=[])
         self.spec = spec
         self.spent = 0.0
-        self.chunk_s = 0.0  # of the last chunk: a lower bound of the next, as attention slows down
+        self.chunk_s = 0.0  # of the last chunk; the next takes at least as long, since attention slows down
         self.past = 0
 
     @property
@@ -166,7 +168,7 @@ class Family(Worker):
         return True
 
     def write(self, new_tokens):
-        """Write on, at the last context, unless the time is up."""
+        """Continue the text at the last context, unless the time is up."""
         context = self.row["contexts"][-1]
         if self.left_s or "decode" not in context:
             context |= self.ask("write", new_tokens, limit_s=1.5 * self.left_s + 10)

@@ -9,11 +9,11 @@
     make gpu ARGS=--dry-run              # the same stages and files with tiny sizes on a CPU; measures nothing
     python bench/gpu.py --check FOLDER   # can these records be sent in?
 
-A stage is a process with a time limit. What it needs and does not find is named, and it is skipped. If the kernels do
-not build, or one of their tests fails, all later stages are left out, because they would time wrong kernels. Any other
-failure stops nothing; neither do tests that run out of time, if none has failed. In results/gpu_<device>/ each stage
-leaves <stage>.json, with its machine, date, commit, clock and how it ended, and <stage>.log, with all output. The exit
-status is 1 if any stage failed.
+A stage is a process with a time limit. If something that it needs is missing, the stage is skipped and says what. If
+the kernels do not build, or one of their tests fails, all later stages are left out, because they would time wrong
+kernels. No other failure stops anything, nor do tests that run out of time if none has failed. In results/gpu_<device>/
+each stage leaves <stage>.json, with its machine, date, commit, clock and how it ended, and <stage>.log, with all
+output. The exit status is 1 if any stage failed.
 """
 
 import contextlib
@@ -49,26 +49,26 @@ from runtime.records import fields, read_json  # noqa: E402
 CALLS = {"correctness": ("build", "tests", "memcheck", "racecheck", "fused"),
          "speed": ("build", "scan_cuda", "profile", "convolution", "loss", "variants"),
          "training": ("build", "training", "training_4096", "training_8192", "training_graphs")}
-BUDGET_S = 530  # per call: the build takes 95 s on 4 cores, 25 on 16, and what it leaves goes to the next stages
+BUDGET_S = 530  # per call: the build takes 95 s on 4 cores, 25 on 16; later stages get the time it leaves
 PATIENCE_S = 3  # between SIGTERM and SIGKILL
 SANITIZER = "compute-sanitizer"
 CLOCK = "nvidia-smi --id=0 --query-gpu=clocks.sm,clocks.max.sm,utilization.gpu --format=csv,noheader,nounits -lms 200"
-CHECKED = ("build", "tests", "memcheck", "racecheck")  # stages of which none may fail
+CHECKED = ("build", "tests", "memcheck", "racecheck")  # stages that must not fail
 
 
 class Stage(NamedTuple):
     name: str
     limit_s: float
     command: list
-    needs: tuple = ()  # packages of this Python, and programs, that must be installed
-    budget: object = None  # seconds of the stage -> what the command is told with --budget_s
+    needs: tuple = ()  # Python packages and programs that must be installed
+    budget: object = None  # the stage's seconds -> the --budget_s of its command
 
 
 # ----------------------------------------------------------------------------------------------------------- the stages
 
 def stages(out, dry_run):
     def ours(name, words):
-        """One of our programs, which writes the stage's record."""
+        """The command for one of our programs, which writes the stage's record."""
         return [sys.executable, *words.split(), f"--out={out / name}.json"]
 
     def ops(name, function):
@@ -107,7 +107,7 @@ def stages(out, dry_run):
         training("training", 1024),
         training("training_4096", 4096),
         training("training_8192", 8192),
-        training("training_graphs", 1024, tokens=8192, more="--graphs")]  # so few that the GPU waits for Python
+        training("training_graphs", 1024, tokens=8192, more="--graphs")]  # so few tokens that the GPU waits for Python
 
 
 def pytest(*words):
@@ -148,7 +148,7 @@ def run_limited(command, limit_s, log):
 
 
 def at_its_clock(f, *arguments):
-    """(f(*arguments), the GPU's clock meanwhile, see `sm_clock`; {} where nvidia-smi does not answer)."""
+    """(f(*arguments), the GPU's clock meanwhile, as `sm_clock` gives it; {} if nvidia-smi does not answer)."""
     try:
         watcher = subprocess.Popen(CLOCK.split(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                    stderr=subprocess.DEVNULL, text=True)
@@ -158,13 +158,13 @@ def at_its_clock(f, *arguments):
         result = f(*arguments)
     finally:
         watcher.kill()
-        lines, _ = watcher.communicate()  # a pipe holds 13 minutes of them
+        lines, _ = watcher.communicate()  # the pipe's buffer holds 13 minutes of lines
     return result, sm_clock(lines)
 
 
 def sm_clock(lines):
-    """{"samples", "median_mhz", "least_mhz", "most_mhz", "limit_mhz"} of nvidia-smi's lines, "clock, limit, percent
-    busy", of those where the GPU was busy for half of the time or more."""
+    """{"samples", "median_mhz", "least_mhz", "most_mhz", "limit_mhz"} from nvidia-smi's lines, "clock, limit, percent
+    busy". Lines in which the GPU was idle for more than half of the time do not count."""
     rows = [[int(word) for word in row] for row in re.findall(r"^(\d+), (\d+), (\d+)$", lines, re.M)]
     busy = [mhz for mhz, _, percent in rows if percent >= 50]
     if not busy:
@@ -236,7 +236,8 @@ def last_line(text):
 
 
 def counts(text):
-    """{"passed", "failed", "skipped": numbers}: what the tests have printed so far, of one process or several."""
+    """{"passed", "failed", "skipped": numbers}: counted in what the tests have printed so far, in one process or
+    several."""
     found = re.findall(r"^(?:\[gw\d+\] \[ *\d+%\] |tests/\S+::.* )(PASSED|FAILED|ERROR|SKIPPED)\b", text, re.M)
     return {"passed": found.count("PASSED"), "failed": found.count("FAILED") + found.count("ERROR"),
             "skipped": found.count("SKIPPED")}
@@ -249,13 +250,13 @@ def summary(record, text):
 
 
 def limit_of(left_s, stage, later):
-    """Seconds for a stage when `left_s` are left: its own, and all that the later ones do not need."""
+    """Time limit in seconds for a stage when `left_s` are left: its own, plus all that later stages do not need."""
     return min(left_s, max(stage.limit_s, left_s - sum(other.limit_s for other in later)))
 
 
 def is_wrong(record):
-    """Whether nothing may follow this build or these tests. Tests that were cut stop nothing if some had passed and
-    none had failed."""
+    """Whether no stage may follow this build or these tests. Tests that ran out of time do not count as wrong if some
+    had passed and none had failed."""
     status = record["stage"]["status"]
     if status == "over time" and "passed" in record:
         return record["failed"] > 0 or record["passed"] == 0
@@ -320,7 +321,7 @@ def faults_of(name, record, tests_ran):
 
 
 def number_faults(record, place=""):
-    """Seconds, losses and errors that are negative or no number, wherever they stand."""
+    """Yields a line for each time, loss or error, at any depth of a record, that is negative or not a finite number."""
     if isinstance(record, dict):
         for name, entry in record.items():
             yield from number_faults(entry, f"{place}.{name}" if place else name)
@@ -354,13 +355,13 @@ STAGES = tuple(stage.name for stage in stages(Path(), False))
 class Options:
     out: Path = None  # folder for the records (results/gpu_<device>/; with --dry-run out/gpu_dry/)
     budget_s: Seconds = BUDGET_S  # seconds per call
-    stages: tuple[Literal[(*CALLS, *STAGES)], ...] = tuple(CALLS)  # calls, or stages, which make one call
+    stages: tuple[Literal[(*CALLS, *STAGES)], ...] = tuple(CALLS)  # calls, or single stages, which form one call
     dry_run: bool = False  # tiny sizes on the CPU, as a test
     check: Path = None  # a folder: say whether these records can be sent in
 
 
 def choose_folder(args):
-    """Where the records go. Raises ConfigError if nothing can be measured here."""
+    """The folder for the records. Raises ConfigError if nothing can be measured here."""
     if args.dry_run:
         return Path(args.out or ROOT / "out" / "gpu_dry").resolve()
     if not torch.cuda.is_available():

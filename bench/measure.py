@@ -4,10 +4,10 @@
 
 TINY is needed because at logits of -1000 a true gradient can be smaller than float32 can represent.
 
-What is compared in time takes turns, round after round, so that other load on the machine affects all alike:
+What is timed together takes turns, round after round, so that other load on the machine affects all alike:
 `time_contenders` calls operators in this process, and a `Worker` is a process that holds a model.
 
-Gigabytes are written on a GPU before every timed pass. That empties the cache, and keeps the device busy until the host
+On a GPU, gigabytes are written before every timed pass. This empties the cache and keeps the device busy until the host
 has queued the whole pass: otherwise the time of a short kernel would include Python's overhead.
 """
 
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EPS = torch.finfo(torch.float32).eps
 TINY = 1e-15
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# The system refuses more, and OpenMP then ends the process.
+# If there are more threads than the system allows, OpenMP ends the process.
 Threads = Annotated[int, Range(1, 16 * (os.cpu_count() or 1))]
 PASSES = ("forward", "backward", "forward_backward")
 CONTENDER_SECONDS = 2.0  # time limit of a contender's passes, after the first three rounds
@@ -118,7 +118,7 @@ def wrong_in(comparisons):
 
 
 def faults(f, plain, a, slack):
-    """What is wrong in f(**a), as `wrong_in` says it, by plain(**a) in float64."""
+    """What is wrong in f(**a) compared with plain(**a) in float64, in the words of `wrong_in`."""
     true = values_and_gradients(plain, a, torch.float64)
     return wrong_in(compare(values_and_gradients(f, a), true, slack))
 
@@ -150,8 +150,8 @@ class Cpu:
         return 2 * source.numel() / median(seconds)
 
     def recover(self):
-        """Gives memory back. False after an error that makes every later call of this process fail, such as a write
-        out of bounds on a GPU."""
+        """Free memory. Returns False if every later call in this process would fail, as after a write out of bounds on
+        a GPU."""
         gc.collect()
         return True
 
@@ -223,7 +223,8 @@ class Peak:
 # ---------------------------------------------------------------------------------------------- operators taking turns
 
 class Pass(NamedTuple):
-    """What a contender does: call() -> y, and then the gradients of the tensors `wanted`, for dy."""
+    """One pass of a contender: call() gives y, whose gradients for dy are then taken with respect to the tensors
+    `wanted`."""
 
     call: object
     wanted: list
@@ -247,8 +248,8 @@ class Contender:
         self.attempt(self.warm_up, make)
 
     def attempt(self, f, *arguments):
-        """f(*arguments), unless something has failed before; the row then has a 'reason'. Raises ConfigError if the GPU
-        is unusable after it."""
+        """f(*arguments), unless an earlier attempt failed. A failure leaves its 'reason' in the row. Raises ConfigError
+        if the GPU is then unusable."""
         if "reason" in self.row:
             return
         try:
@@ -262,7 +263,8 @@ class Contender:
                               f"--without={name}")
 
     def warm_up(self, make):
-        """The first passes, which may build, load or tune; then one that says how many fit in CONTENDER_SECONDS."""
+        """Run the first passes, which may build, load or tune, and then one to see how many fit in
+        CONTENDER_SECONDS."""
         self.run = make()
         self.both()
         peak = Peak(self.device.name)
@@ -290,7 +292,8 @@ class Contender:
 
 
 def time_contenders(contenders, device, rounds=10):
-    """All contenders in turn, {name: function () -> Pass}: a row for each, with times or with a 'reason'."""
+    """Time all contenders, {name: function () -> Pass}, in turn. Returns a row for each, with times or with a
+    'reason'."""
     entrants = [Contender(name, make, device, rounds) for name, make in contenders.items()]
     for done in range(rounds):
         for entrant in entrants:
@@ -325,10 +328,10 @@ def or_dash(value, form, unit=1):
 
 def serve(pipe, make, spec):
     """A worker's main function: make(spec), then answer (seconds, method, arguments) until the pipe closes."""
-    output = io.StringIO()  # says which kernels were chosen: goes to the record, not between the lines of the table
+    output = io.StringIO()  # which kernels were chosen: belongs in the record, not between the lines of the table
     with contextlib.redirect_stderr(output), contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         try:
-            signal.alarm(START_S)  # ends the process, also inside a kernel
+            signal.alarm(START_S)  # ends the process, even inside a kernel
             held = make(spec)
             while True:
                 signal.alarm(0)
@@ -336,7 +339,7 @@ def serve(pipe, make, spec):
                 signal.alarm(limit_s)
                 answer = getattr(held, method)(*arguments)
                 pipe.send(answer | said(output))
-        except Exception as error:  # also EOFError: the other end has closed, and `send` says so again
+        except Exception as error:  # including EOFError if the other end has closed; then `send` fails, too
             pipe.send({"reason": in_one_line(error)} | said(output))
 
 
@@ -346,8 +349,9 @@ def said(output):
 
 
 class Worker:
-    """A process that holds make(spec), whose methods return dicts, and its row of the record, which begins with `row`
-    and its about(). A 'reason' in the row says what failed: the process has then ended. It also ends with this object.
+    """A process that holds the object make(spec), whose methods return dicts, and the object's row of the record, which
+    begins with `row` and about(). A 'reason' in the row says what failed and ended the process. The process also ends
+    with this Worker.
     """
 
     def __init__(self, make, spec, **row):
@@ -363,7 +367,7 @@ class Worker:
         self.row |= self.ask("about", limit_s=START_S)
 
     def ask(self, method, *arguments, limit_s):
-        """The method's answer; {} from the first failure on."""
+        """The method's answer; {} after any failure."""
         if "reason" in self.row:
             return {}
         began = time.perf_counter()
@@ -405,7 +409,7 @@ def check_out(out, dry_run=False):
 
 
 def record_file(args, name, dry_run=False):
-    """--out, or with --save results/<name>.json, or out/<name>.json. Raises ConfigError where it cannot be written."""
+    """--out, or with --save results/<name>.json, or out/<name>.json. Raises ConfigError if it cannot be written."""
     out = Path(args.out or ROOT / ("results" if args.save else "out") / f"{name}.json").resolve()
     if out.suffix != ".json":
         raise ConfigError(f"--out={args.out}: name a .json file; the table and the picture go beside it")

@@ -7,7 +7,7 @@
     python bench/ops.py loss             # the same for the head and its loss, in one kernel and in PyTorch's
     python bench/ops.py variants         # the scan in other tunings, each compiled and timed in a process of its own
 
-The record is written after every row: a killed process leaves what it had.
+The record is written after every row, so a killed process keeps the rows it had.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ TESTED = [(2, 65, 70, 16), (1, 300, 33, 16), (3, 129, 64, 64), (1, 33, 5, 3), (2
           (1, 1024, 128, 16)]
 CONV_WIDTHS = (4, 1, 3, 8)  # the models', and tests/operators.py's
 VOCABULARIES = (50304, 301, 128256)  # of the benchmark, and of tests/test_ops.py
-# family, B, T, D, N, dtype: as many lanes as channels (many rows) or more (few rows), whole chunks and blocks or a
+# family, B, T, D, N, dtype: one lane per channel (many rows) or several (few rows), whole chunks and blocks or a
 # remainder; whole ones with T = 256 are split into segments
 SMALL = [
     ("longhorn", 264, 32, 128, 16, "bfloat16"),
@@ -64,11 +64,11 @@ VARIANTS = ["", "FORWARD_BLOCKS=3", "FORWARD_BLOCKS=5", "BACKWARD_BLOCKS=2", "ST
             "LONGER=1",  # values for constants in longhorn_scan.cu
             # whether T is split, and how finely: launch.cuda_segments
             "SPLIT_BELOW=0", "SPLIT_BELOW=1", "FILL=2", "FILL=4"]
-LAST_VARIANT_S = 20  # a variant is compiled and timed in so many seconds
+LAST_VARIANT_S = 20  # seconds in which a variant is compiled and timed
 
 
 class Run:
-    """The device, the time there is, and the record of one of the functions below."""
+    """The device, the time budget and the record of one of the functions below."""
 
     def __init__(self, args):
         self.dry_run = args.dry_run
@@ -119,7 +119,7 @@ def keys(properties):
 
 
 def build(run):
-    """One kernel by itself, as long as a user waits, then all in parallel."""
+    """Compile one kernel by itself, which is how long a user waits, then all in parallel."""
     if run.dry_run:  # those for the CPU
         run.emit(kernels=1, seconds=native.build()[1])
         return
@@ -148,7 +148,7 @@ def small(run):
         a = {"x": run.random(2, T, 70).bfloat16(), "weight": run.random(70, 4), "state": run.random(2, 3, 70)}
         run.emit(convolution=T)
         check_finite(values_and_gradients(conv(run.gpu.name), a))
-    for V, dtype in ((301, torch.bfloat16), (128_256, torch.float32)):  # a row in shared memory, and one that is not
+    for V, dtype in ((301, torch.bfloat16), (128_256, torch.float32)):  # a row that fits shared memory; one too long
         a = {"x": run.random(5, 16).to(dtype), "weight": run.random(V, 16).to(dtype)}
         run.emit(loss=V)
         check_finite(values_and_gradients(small_loss, a))
@@ -214,7 +214,8 @@ def convolution(run):
 
 
 def loss(run):
-    """32K tokens and a vocabulary of 50,304. The gradient of the logits is made in the forward, so the sum counts."""
+    """32K tokens and a vocabulary of 50,304. The forward already makes the gradient of the logits, so compare the sums
+    of forward and backward."""
     n, D, V = (64, 16, 128) if run.dry_run else (32768, 768, VOCABULARIES[0])
     if not run.dry_run and ops.loss_module(torch.bfloat16, V, torch.device(run.gpu.name, 0)) is None:
         raise ConfigError("the loss: its kernel was not built, see above")
@@ -278,7 +279,7 @@ FUNCTIONS = {f.__name__: f for f in FUNCTIONS}
 class Options:
     function: Literal[tuple(FUNCTIONS)]  # what to run, see above
     out: Path = None  # write the record to this JSON file (out/FUNCTION.json)
-    budget_s: Seconds = 600.0  # for variants
+    budget_s: Seconds = 600.0  # seconds for variants
     dry_run: bool = False  # tiny sizes on the CPU, as a test
 
 

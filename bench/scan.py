@@ -5,12 +5,12 @@
     python bench/scan.py --device=cuda --save                    # the paper's 24 shapes, results/scan_cuda.json
     python bench/scan.py --device=cuda --T=2048 --D=1024 --N=32  # your own shape
 
-First every result and gradient is compared with the loop in float64 on the same device. The shapes are that which is
-timed, on a GPU the paper's, and one with keys of 1000 and logits of +-1000. Wrong kernels are not timed; mamba-ssm's,
-if installed, are compared in the same way. Then, for each shape, all contenders take turns, round after round: the
-forward without autograd, then forward and backward with it.
+First every result and gradient is compared with the loop in float64 on the same device. This is done at the shape that
+is timed (on a GPU at the paper's), and at one with keys of 1000 and logits of +-1000. Wrong kernels are not timed;
+mamba-ssm's, if installed, are compared in the same way. Then, for each shape, all contenders take turns, round after
+round: the forward without autograd, then forward and backward with it.
 
-The times of scans come with a share of the copy bandwidth, measured on the same device: the bytes that a scan must move
+A scan's time comes with its share of the copy bandwidth measured on the same device: the bytes that a scan must move
 (bytes_moved) over the time. GLA and attention do a different job and have none.
 """
 
@@ -88,7 +88,7 @@ def fla_chunk_gla(shape, a, dy, device):
     random = torch.randn(3, shape.B, shape.T, shape.D // 128, shape.N, generator=g, device=device.name)
     q, k, gate = random.to(a["x"].dtype)
     v = a["x"].unflatten(-1, (-1, 128))
-    a = {"q": q, "k": k, "v": v, "g": F.logsigmoid(gate) / 16}  # its layer's gate
+    a = {"q": q, "k": k, "v": v, "g": F.logsigmoid(gate) / 16}  # the gate of fla's GLA layer
     return a_pass(lambda **a: f(**a)[0], a, dy.view_as(v))
 
 
@@ -106,8 +106,8 @@ def attention(shape, a, dy, device):
 
 
 def longhorn_mma(shape, a, dy, device):
-    """The prototype of the same recurrence on tensor cores, in TF32. Less work than the others': no D and z, and the
-    step sizes are given."""
+    """The prototype of the same recurrence on tensor cores, in TF32. It does less work than the others: no D and z, and
+    the step sizes are given."""
     need_gpu(device)
     scan = imported("tools.scan_mma", "longhorn_scan")
 
@@ -146,7 +146,7 @@ AT_THE_PAPERS = [  # family, (B, T, D, N), dtype, extremes; the last has few row
 
 
 def cases_at(shape, dtype):
-    """What is compared at another shape."""
+    """The comparisons for a shape other than the paper's."""
     return [("longhorn", shape, dtype, {}), ("longhorn", shape, dtype, KEYS | LOGITS), ("mamba", shape, dtype, {})]
 
 
@@ -197,7 +197,7 @@ def slack(family, T, extreme):
     """The relative error that a result in float32 may have after T steps."""
     if family == "mamba_ssm":  # fast math
         return 1e-3
-    # an error of 2 ulp in a decay near 1 counts T times: Mamba's, whose exponential the hardware approximates
+    # Mamba: the hardware approximates the exponential, and an error of 2 ulp in a decay near 1 adds up over T steps
     if extreme:
         return 2e-5
     return 64 * EPS + (2 * T * EPS if family == "mamba" else 0)
@@ -258,7 +258,7 @@ def bytes_moved(B, T, D, N, itemsize):
 
 
 def refuse(why, *arguments):
-    """In place of a contender that is not timed."""
+    """Stands in for a contender that is not timed."""
     raise LeftOut(why)
 
 
@@ -283,7 +283,7 @@ def time_shapes(record, out, device, args, began):
 
 
 def time_shape(record, shape, contenders, device, rounds):
-    """Time all contenders at one shape, for the record, and print it."""
+    """Time all contenders at one shape; add the result to the record and print it."""
     dtype = DTYPES[record["dtype"]]
     a = measure.make_inputs(*shape, dtype, device.name)
     g = torch.Generator(device.name).manual_seed(2)
@@ -338,8 +338,8 @@ class Options:
 
 
 def chosen_shapes(args):
-    """The shape of the options, or all that are timed on a GPU, the most important first: the paper's width and state,
-    then more tokens, more states, more width."""
+    """The shape from the options, or else all that are timed on a GPU, the most important first: the paper's width and
+    state, then more tokens, more states, more width."""
     if args.device == "cpu":
         return [Shape(args.B or 8, args.T or 256, args.D or 512, args.N or 16)]
     if args.B or args.T or args.D or args.N:

@@ -10,9 +10,9 @@
 A step is that of train.py: forward, backward, clipping, AdamW. The peers are transformers' LLaMA and Mamba with the
 same shape and optimizer (pip install transformers).
 
-Each model runs in its own process, and they take turns, round after round: their memory is counted separately. The
-batch is the same in every step, with tokens distributed as unevenly as words, so that a working model must learn: a
-model whose loss does not fall gets no time.
+Each model runs in its own process, so its memory is counted separately; models take turns, round after round. The batch
+is the same in every step, with tokens distributed as unevenly as words, so that a working model must learn: a model
+whose loss does not fall is not timed.
 
 One of our layers has two residual branches, so 4 layers of Mamba are 8 in transformers, whose published figures count
 each as a layer. The peer gets 8 here, and so the same number of parameters.
@@ -57,8 +57,8 @@ STEPS = {"cpu": (0, 1), "cuda": (1, 5)}  # untimed and timed steps per turn; bet
 class Model:
     """A family in a worker. spec: see spec_of."""
 
-    TINY = {"n_layer": 2, "n_embd": 128, "n_head": 2, "block_size": 64, "vocab_size": 256}  # runs before: one-time
-    # builds, loads and start-ups are then neither in times nor in peaks
+    TINY = {"n_layer": 2, "n_embd": 128, "n_head": 2, "block_size": 64, "vocab_size": 256}  # run first, so that
+    # one-time builds, loads and start-ups are neither in times nor in peaks
 
     def __init__(self, spec):
         self.spec = spec
@@ -156,8 +156,9 @@ class Trial(Model):
         return {"losses": self.losses, "seconds": self.seconds, "peak_bytes": peak}
 
     def kernels(self):
-        """Of a step, over three: {"kernels": [[milliseconds, calls, name], ...] of all that the device ran, slowest
-        first; "kernel_milliseconds" while at least one ran; "idle_milliseconds" between them, while none did}."""
+        """Averages over three steps: {"kernels": [[milliseconds, calls, name], ...] for everything the device ran in a
+        step, slowest first; "kernel_milliseconds" in which at least one ran; "idle_milliseconds" in between, in which
+        none did}."""
         where = self.device.type.upper()
         with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, where)]) as profile:
             for _ in range(3):
@@ -172,8 +173,8 @@ class Trial(Model):
 
 
 def busy_and_idle(spans):
-    """(time in which at least one of the spans (start, end) runs, time between the first and the last in which none
-    does), in their unit. Kernels of two streams overlap, and count once."""
+    """(time covered by at least one of the spans (start, end), time between the first and the last covered by none), in
+    their unit. Kernels of two streams can overlap; that time counts once."""
     busy = idle = 0.0
     until = None
     for start, end in sorted(spans):
@@ -202,7 +203,7 @@ class Entrant(Worker):
         self.spent = 0.0
 
     def turn(self):
-        """One turn, if it will fit in the budget: it takes about as long as those before."""
+        """One turn, if it will fit in the budget, judging by the turns before."""
         if not self.turns or self.spent * (self.turns + 1) / self.turns <= self.budget_s:
             self.row |= self.ask("turn", *STEPS[self.spec["device"]], limit_s=self.budget_s)
             self.turns += 1
