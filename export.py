@@ -69,7 +69,7 @@ class ExportConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # export: dtype of the weights
     tokenizer: str = "auto"  # import: bytes, tiktoken:NAME or hf:NAME; auto: as in its config.json
     vocab: str = ""  # folder with a tiktoken vocabulary's files, to need no network
-    license: str = ""  # export: licence of the weights for the model card, as mit or cc-by-4.0
+    license: str = ""  # export: licence of the weights for the model card, such as mit or cc-by-4.0
     check: str = ""  # an exported folder: verify it; runs its code
     overwrite: bool = False  # replace an earlier export or import in that folder
 
@@ -83,10 +83,11 @@ OURS = "longhorn"  # model_type of our own format
 FIXED = {"architectures": ["LonghornForCausalLM"], "model_type": OURS, "tie_word_embeddings": False,
          "auto_map": {"AutoConfig": "modeling_longhorn.LonghornConfig",
                       "AutoModelForCausalLM": "modeling_longhorn.LonghornForCausalLM"}}
-TOLERANCE = {"transformers": 1e-5, "longhorn": 1e-4}  # of the largest logit in float32, for whose class was written
-CHECK_TOKENS = 4096  # at most block_size
+TOLERANCE = {"transformers": 1e-5, "longhorn": 1e-4}  # relative to the largest logit in float32, by whose class runs
+CHECK_TOKENS = 4096  # random tokens to compare on; at most block_size
 
-# What `source_hash` gives for the code that transformers' classes were compared with: other code goes along.
+# The `source_hash` of the code that was compared with transformers' classes. A model with other code
+# is exported along with it.
 COMMITTED = {"llama": "407736ba2f5b", "mamba": "6477f30e3762"}
 HASHED = ("model", "mixers", "families", "kernels.ops")
 
@@ -118,8 +119,8 @@ def family(config):
 def names(config, kind):
     """{name in the file: (our name, None, or 0, 1, 2 for a third of its rows)} for every tensor of LM(config).
 
-    kind: a family of ARCHITECTURES, for transformers' names, in which a qkv matrix (3 d, d) has three names; any other
-    for our own.
+    kind: a family of ARCHITECTURES for transformers' names, where a qkv matrix (3 d, d) has three names; anything else
+    for our own names.
     """
     found = {} if config.tie_head else {"lm_head.weight": ("head.weight", None)}
     if kind == "llama":  # both rotate by halves
@@ -168,7 +169,7 @@ def as_in_file(state, config, kind):
 
 def filled(config, tensors, kind):
     """LM(config) in evaluation mode, with copies of a file's tensors in float32; the inverse of `as_in_file`. Raises
-    ConfigError for one that is missing, of another shape or, of our own format, left over."""
+    ConfigError for a tensor that is missing, has another shape or, in our own format, is left over."""
     expected = as_in_file(skeleton(config).state_dict(), config, kind)
     for name, t in expected.items():
         there = tuple(tensors[name].shape) if name in tensors else "missing"
@@ -208,7 +209,7 @@ def to_hf(lm, dtype=torch.float32, end_of_text=None, kind=None):
               "pad_token_id": None}
     if kind not in ARCHITECTURES:
         settings = dataclasses.asdict(lm.config)
-        if settings["backend"] != "torch":  # whose operators may have been edited; any other is the machine's
+        if settings["backend"] != "torch":  # its operators may have been edited; other backends depend on the machine
             del settings["backend"]
         return {**FIXED, **config, **settings}, tensors
     return {**config, **theirs_config(lm, kind)}, tensors
@@ -231,7 +232,7 @@ def theirs_config(lm, kind):
 def source_hash(lm):
     """A hash of the source of an LM's classes and of all that they call in HASHED, without comments and docstrings."""
     todo, sources = [cls for module in lm.modules() for cls in type(module).__mro__], {}
-    for thing in todo:  # which grows
+    for thing in todo:  # grows on the way
         if thing in sources or not thing.__module__.startswith(HASHED):
             continue
         sources[thing] = re.sub(r'(?s)\s*(""".*?"""|#[^\n]*)', "", inspect.getsource(thing))
@@ -244,7 +245,7 @@ def source_hash(lm):
 def modelling_code():
     """tools/modeling_longhorn.py with all sources that mixers.py and families/ import, directly or indirectly."""
     finder = modulefinder.ModuleFinder([str(ROOT)])
-    for path in (ROOT / "families").glob("*.py"):  # which the package's __init__ imports, as its folder lists them
+    for path in (ROOT / "families").glob("*.py"):  # the package's __init__ imports whatever its folder holds
         finder.import_hook("families" if path.stem == "__init__" else f"families.{path.stem}")
     files = [Path(module.__file__) for module in finder.modules.values() if module.__file__]  # others are built in
     table = "SOURCES = {\n"
@@ -259,9 +260,9 @@ def modelling_code():
 def tokenizer_files(meta, vocab, with_code):
     """({name: text} of the files for AutoTokenizer, the token that ends a text or None, the one that pads or None).
 
-    Padding is the token that ends a text. Where that is ordinary text it is one after the vocabulary, which the
-    exported code never looks up; transformers' classes would, and have none. Without files if the tokenizer is unknown,
-    or cannot be loaded (which is printed).
+    Padding is the token that ends a text. If that token is ordinary text, padding is an id after the vocabulary, which
+    the exported code never looks up; transformers' classes would, so they get none. There are no files if the tokenizer
+    is unknown, or cannot be loaded (which is printed).
     """
     try:
         text = Text(meta["tokenizer"], meta.get("table"), vocab or None)
@@ -383,7 +384,7 @@ def check_target(folder, files, overwrite):
 
 # --------------------------------------------------------------------------------------------------------------- import
 
-# what "run" in config.json, written by an export, says for sample.py, and what stands for it elsewhere
+# what an import takes from "run" in an exported config.json, for sample.py, and the defaults for other folders
 NOTES = {"tokenizer": None, "table": None, "step": 0, "tokens": 0, "data": None}
 
 
@@ -433,12 +434,12 @@ def load(folder):
 
 
 def beside_theirs(folder):
-    """Our LM with the weights of transformers' model in a folder, if their logits agree. Raises ConfigError, with all
-    reasons that are known before."""
+    """Our LM with the weights of transformers' model in a folder, if their logits agree. Raises ConfigError, naming at
+    once all reasons that are known before comparing."""
     transformers = quiet_transformers()
     try:
         there = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        check_sizes(ModelConfig(n_layer=there.num_hidden_layers))  # before transformers builds as many
+        check_sizes(ModelConfig(n_layer=there.num_hidden_layers))  # before transformers builds that many
         with torch.device("meta"):  # takes no memory
             model = transformers.AutoModelForCausalLM.from_config(there, trust_remote_code=False)
         tensors = dict(model.named_parameters())
@@ -469,14 +470,14 @@ def theirs_sizes(there, kind):
 
 
 def mlp_multiple(hidden, d):
-    """An mlp_multiple that gives this hidden width, the default if it does, where one can."""
+    """An mlp_multiple that gives this hidden width, if there is one; the default if that does."""
     usual = ModelConfig.mlp_multiple
     return usual if round_up(8 * d / 3, usual) == hidden else hidden
 
 
 def reasons_against(there, sizes, tensors, kind):
-    """What of transformers' model ours cannot express, in words: fields for which an export of ours has another value,
-    and tensors that one of the two lacks. there: its config; tensors: {name: tensor} of it."""
+    """What our model cannot express of transformers' model, in words: fields for which an export of ours has another
+    value, and tensors that one of the two lacks. there: their config; tensors: their {name: tensor}."""
     reasons = []
     for key, ours in theirs_config(skeleton(sizes), kind).items():
         value = getattr(there, key, None)
@@ -507,7 +508,7 @@ def weight_files(folder):
 
 
 def tensors_in(files):
-    """{our name: tensor} of files of weights, which may be memory-mapped. Raises ConfigError."""
+    """{our name: tensor} from files of weights; tensors may be memory-mapped. Raises ConfigError."""
     tensors = {}
     for path in files:
         try:
@@ -531,7 +532,7 @@ def config_of(folder):
 # -------------------------------------------------------------------------------------------------------- verification
 
 class Unlike(ConfigError):
-    """What was written is another model than the one that was given."""
+    """The model that was written differs from the one that was given."""
 
 
 class Uncached(importlib.machinery.SourceFileLoader):
@@ -571,7 +572,7 @@ def checksums(config, texts):
 
 
 def quiet_transformers():
-    """The package, which then says nothing below an error. Raises ConfigError if it is missing."""
+    """The package transformers, which then prints errors only. Raises ConfigError if it is missing."""
     try:
         import transformers
     except ImportError:
@@ -583,19 +584,19 @@ def quiet_transformers():
 
 
 def in_transformers(folder, kind):
-    """transformers' model in a folder, in float32: its own class or, of our format, the code in the folder. Raises
-    Unlike if it cannot be loaded, or only in part."""
+    """transformers' model in a folder, in float32: with its own class or, for our format, the code in the folder.
+    Raises Unlike if it cannot be loaded, or only in part."""
     transformers = quiet_transformers()
     try:
         loader, how = transformers.AutoModelForCausalLM, {"trust_remote_code": False, "use_safetensors": True}
-        if kind not in ARCHITECTURES:  # not through transformers' cache of code
+        if kind not in ARCHITECTURES:  # bypass transformers' cache of code
             path, how = Path(folder) / CODE, {}
             name = "modeling_longhorn_" + hashlib.sha256(path.read_bytes()).hexdigest()[:12]
             spec = importlib.util.spec_from_file_location(name, path, loader=Uncached(name, str(path)))
             module = sys.modules[name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
             loader = module.LonghornForCausalLM
-        how |= {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}  # they are named
+        how |= {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}  # named below
         model, report = loader.from_pretrained(folder, **how)
     except Exception as error:  # transformers raises a dozen kinds
         raise Unlike(f"it cannot be loaded ({' '.join(str(error).split())[:200]})") from error
@@ -621,13 +622,14 @@ def compare(expected, logits, kind):
 
 
 def compare_with_record(recorded, logits, kind):
-    """The same for what an export recorded. Raises Unlike."""
+    """As `compare`, but with what an export recorded. Raises Unlike."""
     return compare(torch.tensor(recorded["logits"]), torch.tensor(fingerprint(logits)["logits"]), kind)
 
 
 def as_recorded(folder, there, files=()):
-    """What the export recorded of logits; None if it did not, or another program wrote the weights. Raises ConfigError
-    unless the weights and these files, by default all, are as it wrote them. there: config.json's content."""
+    """The logits that the export recorded; None if there are none, or another program wrote the weights. Raises
+    ConfigError unless the weights and `files`, by default all, are as the export wrote them. there: the content of
+    config.json."""
     path, run = folder / "model.safetensors", {**(there.get("run") or {})}
     try:
         crc32 = checkpoint.checksum(path)
