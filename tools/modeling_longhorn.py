@@ -1,7 +1,7 @@
 """The modelling code of an exported folder, for transformers; export.py copies it there with the sources it needs.
 
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)  # else it asks, for the model's config
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)  # or it asks, to read the model's config
     model.generate(**tokenizer("def main():", return_tensors="pt"), max_new_tokens=40)
 
 SOURCES holds model.py, mixers.py, families/ and everything that they import from the repository, as of the export. They
@@ -42,7 +42,7 @@ def repository():
 class Sources(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
     """Imports SOURCES as a package named by their content, which all folders with equal sources share in a process.
 
-    The package's name is added to their imports of each other, and replaces the namespace of their operators.
+    Their imports of each other are rewritten to this package, and its name becomes the namespace of their operators.
     """
 
     def __init__(self, package, root):
@@ -70,7 +70,7 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
         return text.replace('"longhorn::', f'"{self.package}::').encode()
 
     def imports(self, line):
-        """`import a, b.c as d`, in which our own are imported from the package."""
+        """`import a, b.c as d`, with our own modules imported from the package."""
         parts = []
         for part in map(str.strip, line[2].split(",")):
             name, top = part.split(" ")[0], re.split(r"[ .]", part)[0]
@@ -109,7 +109,7 @@ class LonghornConfig(PretrainedConfig):
             if name != "backend":  # depends on the machine
                 setattr(self, name, settings.pop(name, default))
         self.backend = settings.pop("backend", "")  # torch, if it was trained in plain PyTorch
-        padding = settings.pop("pad_token_id", None)  # may be one after the vocabulary, of which transformers warns
+        padding = settings.pop("pad_token_id", None)  # may be an id after the vocabulary, and transformers would warn
         super().__init__(**settings)
         self.pad_token_id = padding
 
@@ -117,12 +117,12 @@ class LonghornConfig(PretrainedConfig):
 class State:
     """The cache for generation: the model's own state.
 
-    groups: [(rows of the batch, their state)]: rows that read as many tokens are in one group, and all rows are if the
-    state has a constant size. last: (B, 1, vocab_size), each row's logits after its last token. seen: tokens read,
+    groups: [(rows of the batch, their state)]. Rows that have read equally many tokens share a group; if the state has
+    a constant size, all rows do. last: (B, 1, vocab_size), each row's logits after its last token. seen: tokens read,
     padding included. A State is never modified: it can be continued in several ways.
     """
 
-    is_compileable = False  # generate asks
+    is_compileable = False  # generate() looks at this
 
     def __init__(self, groups, last, seen):
         self.groups, self.last, self.seen = groups, last, seen
@@ -143,8 +143,8 @@ class State:
         self.groups, self.last = groups, self.last[beam_idx.to(self.last.device)]
 
     def divided(self, counts, alone):
-        """Yields (rows, their state, n): the groups, divided so that rows of one are to read equally many tokens, n.
-        alone: each row is one."""
+        """Yields (rows, their state, n): the groups, divided so that all rows of a group read the same number of tokens
+        next, n. alone: each row is its own group."""
         for rows, state in self.groups:
             places = {}  # (tokens to read, row if alone): places in this group
             for place, row in enumerate(rows):
@@ -176,7 +176,7 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         module, backend = load_sources()
         settings = {name: getattr(config, name) for name in vars(module.ModelConfig()) if name != "backend"}
-        with torch.device("cpu"):  # transformers' "meta" would leave tensors without values that no file holds
+        with torch.device("cpu"):  # on transformers' "meta", tensors that no file holds would get no values
             self.model = module.LM(module.ModelConfig(**settings, backend=config.backend or backend))
         saved = self.state_dict()
         self.unsaved = {name: buffer.clone() for name, buffer in self.named_buffers() if name not in saved}
@@ -209,14 +209,14 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.embed = embed
 
     def get_output_embeddings(self):
-        return None  # of the LM, which ties its head itself or does not
+        return None  # the LM ties its head itself, if at all
 
     def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=None, labels=None,
                 logits_to_keep=0, return_dict=None, **how):
         """logits (B, T, vocab_size); labels (B, T), -100 at positions without a loss, are shifted by one here.
 
-        Padding, where attention_mask is 0, is not read, wherever it is; the logits there are those after the row's last
-        token before it. logits_to_keep: that many of the last positions (0: all), or their indices.
+        Padding (attention_mask is 0) is skipped wherever it is; its logits are those after the row's last token before
+        it. logits_to_keep: how many of the last positions (0: all), or indices.
         """
         real = torch.ones_like(input_ids, dtype=torch.bool)  # (B, T)
         if attention_mask is not None:
@@ -245,7 +245,7 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         return output if as_dict else output.to_tuple()
 
     def tokens_first(self, given, real):
-        """Each row's tokens (B, T), and after them its padding."""
+        """(B, T): each row's tokens first, then its padding."""
         order = (~real).long().argsort(dim=1, stable=True)
         pad = getattr(self.config, "pad_token_id", None)
         if pad is not None and pad >= self.config.vocab_size:  # an id that the embedding lacks
@@ -254,8 +254,8 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         return given.masked_fill(~real, unread).gather(1, order)
 
     def whole(self, given, counts, last_only):
-        """Logits (B, 1 + N, vocab_size) after 0 .. N tokens of each row, the first at random; just (B, 1, vocab_size)
-        after the last if those suffice and no row is shorter."""
+        """Logits (B, 1 + N, vocab_size) after 0 .. N tokens of each row, those after 0 are arbitrary. With last_only,
+        if no row is shorter, just those after the last token: (B, 1, vocab_size)."""
         N = max(1, int(counts.max()))
         if last_only and bool((counts == N).all()):
             return self.model(given[:, :N], last_only=True)[0]

@@ -2,7 +2,7 @@
 config/, next to the counts in the paper's Table 1.
 
     python tools/parameters.py
-    python tools/parameters.py config/longhorn_laptop.py --n_layer=6    # of train.py's settings
+    python tools/parameters.py config/longhorn_laptop.py --n_layer=6    # train.py's settings
 """
 
 import dataclasses
@@ -42,7 +42,8 @@ def config_settings(family, size):
 
 
 def shapes(argv):
-    """Yields (family, size, {setting: value} of a ModelConfig): that of argv, or else every family at every size."""
+    """Yields (family, size, {setting: value} of a ModelConfig): the model of argv, or else every family at every
+    size."""
     config = configurator.load(TrainConfig, argv, doc=__doc__)
     if argv:
         try:

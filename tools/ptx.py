@@ -67,7 +67,7 @@ def translate(ptx, left_out=()):
     """The C++ for PTX text: its kernels, each a function of PtxArgs by value, and its tables of bytes. Raises
     ValueError for anything unknown.
 
-    Launching kernels in `left_out` fails; leaving some out saves most of a second of g++ for each.
+    Kernels in `left_out` cannot be launched; each one left out saves most of a second of g++.
     """
     ptx = re.sub(r"//[^\n]*", "", ptx.rstrip("\0"))
     out = []
@@ -225,7 +225,7 @@ def access(match, operands, at, param):
     if not where or len(registers) != count:
         raise ValueError(f"PTX {match[0]} {', '.join(operands)}: unknown address or vector")
     base = "(uint64_t)&args" if where[1] == param else name(where[1])
-    # generic addresses are global: without cvta.shared, which is unknown here, there are none of shared memory
+    # generic addresses are global: only cvta.shared, which is unknown here, would make one of shared memory
     space = match["space"] or "global"
     element = KINDS[kind].replace("float", "uint32_t")
     way = "STORE" if not loads else "LOAD_CACHED" if match["nc"] else "LOAD"

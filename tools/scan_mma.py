@@ -12,7 +12,7 @@ With g the largest e of a step over all channels, w = e / g and u = g k^2, both 
 is exact: the brackets are multiplied out, one term for each set of steps, and a term is a number of the channel times a
 number of the state. Four steps have 16 sets, the inner dimension of one instruction of a tensor core. No term is
 negative, so that operands may be rounded to TF32. (1 - e k^2 as it stands gives terms of both signs: where a slot is
-overwritten at each step they cancel, and in TF32 lose ten times as much.) The state is multiplied by 1 less what is
+overwritten at each step they cancel, and in TF32 lose ten times as much.) The state is multiplied by 1 minus what is
 lost: the sum over steps t of w_t u_t times the product before t. So a memory that hardly fades does so at the right
 rate. g is free: the result does not depend on it.
 
@@ -29,7 +29,7 @@ are the set c without the step and with it. So a table is written like the recur
     W       sum over states of q_t L, with L after step t             (16, 16)      y_t from the chunk itself: wrote W'
     last    1 where t is the last step of the set                     (16, 16)      sums over the sets of a step
 
-`d` before a name: its gradient. Sizes are filled up to whole blocks with zeros, which change nothing.
+`d` before a name: its gradient. Sizes are padded to whole blocks with zeros, which change nothing.
 
     TRITON_INTERPRET=1 python -m pytest tests/test_scan_mma.py
 """
@@ -39,8 +39,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-C = 4          # steps of a chunk; 2 ** C rows are made for them too, of which C are used: no product is smaller
-CHANNELS = 64  # of a program
+C = 4          # steps of a chunk; padded to 2 ** C rows, since no product can be smaller
+CHANNELS = 64  # channels per program
 SEGMENT = 32   # steps between the states that the forward keeps for the backward
 
 
@@ -168,7 +168,8 @@ def state_gradients(k, q, g, N, states, K, L, dU, dQ, dR, dL, dW, dk, dq, C: tl.
 
 @triton.jit
 def nearest(v, PRECISION: tl.constexpr):
-    """With "tf32" rounded to its 10 bits: a tensor core cuts the others off, and the interpreter does neither."""
+    """`v`, with "tf32" rounded to its 10 bits: a tensor core would cut the others off, and the interpreter keeps
+    them."""
     if PRECISION == "tf32":
         v = ((v.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     return v
@@ -199,7 +200,7 @@ def forward_kernel(e, x, k, q, g, h0, y, hT, kept, T, D, N: tl.constexpr, PRECIS
     for start in range(0, T, SEGMENT):
         tl.store(kept + start // SEGMENT * rows * D * N + place, S)
         for i in range(SEGMENT // C):
-            t = b * T + start + i * C  # from the first step of the first row
+            t = b * T + start + i * C  # counted from the first step of the first row
             before, lost, wrote = channel_tables(e + t * D, x + t * D, g + t, D, channels, C)
             K, U, Q, R, L, W = state_tables(k + t * N, q + t * N, g + t, N, states, C)
             read = before * dot(S, Q, PRECISION) - lost * dot(S, R, PRECISION)  # (channels, sets)
@@ -212,7 +213,7 @@ def forward_kernel(e, x, k, q, g, h0, y, hT, kept, T, D, N: tl.constexpr, PRECIS
 @triton.jit
 def backward_kernel(e, x, k, q, g, kept, dy, dhT, de, dx, dk, dq, dh0, scratch, T, D, N: tl.constexpr,
                     PRECISION: tl.constexpr, CHANNELS: tl.constexpr, SEGMENT: tl.constexpr, C: tl.constexpr):
-    """dk, dq: a share for each block of channels. scratch: the states before the chunks of a segment."""
+    """dk and dq get a share from each block of channels. scratch: the states before the chunks of a segment."""
     b = tl.program_id(1).to(tl.int64)
     rows = tl.num_programs(1)
     channels = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -303,7 +304,7 @@ def longhorn_scan(e, x, k, q, h0=None, precision="tf32"):
     assert e.shape == x.shape and q.shape == k.shape == (B, T, N), "e and x are (B, T, D), k and q (B, T, N)"
     assert N <= 64, f"{N} states of a channel do not fit the registers, 64 do"
     h0 = x.new_zeros(B, D, N, dtype=torch.float32) if h0 is None else h0
-    steps = -T % SEGMENT  # that are missing to whole blocks
+    steps = -T % SEGMENT  # missing to a whole segment; below: to whole blocks
     channels = -D % CHANNELS
     states = max(16, triton.next_power_of_2(N)) - N
     whole = []
