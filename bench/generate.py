@@ -6,8 +6,8 @@
 
 First each family's state is checked: a short text, read in pieces and continued greedily, must give the same logits as
 one forward pass over the whole text. A family that fails is not timed. Then a text of random tokens is read in chunks
-and, at each context length, continued greedily by --new_tokens tokens, a few at a time, all families in turn. LLaMA,
-whose state is a cache of all keys and values, is the contrast. A context that would take a family over --budget_s is
+and, at each context length, continued greedily by --new_tokens tokens, a few at a time, all families in turn. LLaMA is
+there for contrast: its state is a cache of all keys and values. A context that would take a family over --budget_s is
 left out, with a line that says so.
 
 LLaMA's cache has spare room, up to a quarter of its tokens, so that adding a token rarely copies the cache. While

@@ -1,4 +1,4 @@
-"""All measurements for a machine with a GPU: commands under time limits, each of which leaves its record.
+"""All measurements for a machine with a GPU: commands with a time limit, each leaving its record.
 
     make gpu                             # three calls, one after the other, each of at most nine minutes:
     make gpu STAGES=correctness          # do the kernels build, and are they right?

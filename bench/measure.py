@@ -223,8 +223,7 @@ class Peak:
 # ---------------------------------------------------------------------------------------------- operators taking turns
 
 class Pass(NamedTuple):
-    """One pass of a contender: call() gives y, whose gradients for dy are then taken with respect to the tensors
-    `wanted`."""
+    """One pass of a contender: call() gives y; then come the gradients for dy of the tensors `wanted`."""
 
     call: object
     wanted: list

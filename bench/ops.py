@@ -44,7 +44,7 @@ TESTED = [(2, 65, 70, 16), (1, 300, 33, 16), (3, 129, 64, 64), (1, 33, 5, 3), (2
           (72, 40, 512, 64), (1, 3000, 100, 16), (1, 3072, 256, 16), (72, 64, 512, 64), (72, 64, 256, 16),
           (1, 1024, 128, 16)]
 CONV_WIDTHS = (4, 1, 3, 8)  # the models', and tests/operators.py's
-VOCABULARIES = (50304, 301, 128256)  # of the benchmark, and of tests/test_ops.py
+VOCABULARIES = (50304, 301, 128256)  # those of the benchmark and of tests/test_ops.py
 # family, B, T, D, N, dtype: one lane per channel (many rows) or several (few rows), whole chunks and blocks or a
 # remainder; whole ones with T = 256 are split into segments
 SMALL = [
@@ -64,7 +64,7 @@ VARIANTS = ["", "FORWARD_BLOCKS=3", "FORWARD_BLOCKS=5", "BACKWARD_BLOCKS=2", "ST
             "LONGER=1",  # values for constants in longhorn_scan.cu
             # whether T is split, and how finely: launch.cuda_segments
             "SPLIT_BELOW=0", "SPLIT_BELOW=1", "FILL=2", "FILL=4"]
-LAST_VARIANT_S = 20  # seconds in which a variant is compiled and timed
+LAST_VARIANT_S = 20  # seconds to compile and time one variant
 
 
 class Run:

@@ -157,8 +157,8 @@ class Trial(Model):
 
     def kernels(self):
         """Averages over three steps: {"kernels": [[milliseconds, calls, name], ...] for everything the device ran in a
-        step, slowest first; "kernel_milliseconds" in which at least one ran; "idle_milliseconds" in between, in which
-        none did}."""
+        step, slowest first; "kernel_milliseconds": time with at least one running; "idle_milliseconds": time in between
+        with none}."""
         where = self.device.type.upper()
         with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, where)]) as profile:
             for _ in range(3):
@@ -209,8 +209,8 @@ class Entrant(Worker):
             self.turns += 1
 
     def result(self, peak):
-        """The row with the times so far and what follows from them, or with the reason why there are none. peak: the
-        device's FLOP/s, or None."""
+        """The row with the times so far and the rates derived from them, or with the reason why it has no times. peak:
+        the device's FLOP/s, or None."""
         row = dict(self.row)
         losses, seconds = row.pop("losses", []), row.pop("seconds", [])
         reason = row.get("reason") or verdict(losses)
