@@ -160,7 +160,8 @@ def _refuse_headers(path, start):
 
 
 def read_split(path, dtype, vocab_size):
-    """The entry in meta.json for a .bin that another program wrote, like that of write_split. Raises DataError."""
+    """The entry in meta.json for a .bin that another program wrote, as write_split would return it. Raises
+    DataError."""
     if not path.is_file():
         others = ", ".join(sorted(other.name for other in path.parent.glob("*.[bn][ip][ny]")))
         raise DataError(f"{path} is missing: name the files train.bin and val.bin, or .npy; there are "

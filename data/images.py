@@ -121,9 +121,8 @@ def images_in(root):
 
 
 def contents(paths):
-    """The sha256 over the files: over all bytes if they are at most a gigabyte in total, else over 4 KB from the middle
-    of each, so that starting a run does not read all of ImageNet. Raises DataError for pipes, devices and unreadable
-    files."""
+    """The sha256 over the files: all bytes up to a gigabyte in total, else 4 KB from the middle of each, so that
+    starting a run does not read all of ImageNet. Raises DataError for pipes, devices and unreadable files."""
     whole = sum(path.stat().st_size for path in paths) <= READ_WHOLE
 
     def piece(path):

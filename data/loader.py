@@ -247,7 +247,7 @@ class TokenData:
         self.tokens.verify()
 
     def check_unchanged(self):
-        """Raises DataError if a file is no longer the one that was opened. This takes one stat() per file.
+        """Raises DataError if a file has changed since it was opened. This takes one stat() per file.
 
         A truncated file would kill the process with SIGBUS, and a replaced one would be trained on unnoticed.
         """

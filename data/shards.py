@@ -12,7 +12,7 @@ MOST_OPEN = 200  # files open at once: a process may open 1,024, and a dataset c
 class Shards:
     """Files of tokens as one array, with len() and slices.
 
-    folder: the dataset's folder; paths, lengths: those of the files, in order.
+    folder: the dataset's folder; paths, lengths: the files in order, and how many tokens each has.
     """
 
     ndim = 1

@@ -170,7 +170,8 @@ class Text:
         table: the rest of its definition: the tokens' characters (char), or the text of tokenizer.json (bpe and hf; hf
             reads it from the name if None). Checkpoints keep it, so that they need neither files nor a network.
         vocab: a folder with a tiktoken encoding's files; None: tiktoken's cache, or the network.
-        end_of_text: the name of the token that ends a document (hf); None: the one in the table, or of END_OF_TEXT.
+        end_of_text: the name of the token that ends a document (hf); None: the one that the table names, or else one of
+        END_OF_TEXT.
 
     Attributes: name; table; n_vocab: int, all ids are below it; eot_token: int, the token that ends a document: for
     bytes 0, for characters the zero or the line feed.
@@ -211,7 +212,7 @@ class Text:
 
     @property
     def table_sha256(self):
-        """The hash of what the name alone does not determine; None for a tokenizer without a table."""
+        """The hash of the table, which the name does not determine; None without a table."""
         return hashlib.sha256(self.table.encode()).hexdigest() if self.table else None
 
     @property

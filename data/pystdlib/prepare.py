@@ -71,8 +71,8 @@ class Document(NamedTuple):
 def collect(stdlib, text_only):
     """Read the corpus: text files, each content only once.
 
-    Returns: [File, ...] sorted by name, and the number of files skipped: unreadable, empty, binary, with the same
-    content as an earlier one, a link that leads out of the library, or, with text_only, not UTF-8.
+    Returns: [File, ...] sorted by name, and the number of files skipped: unreadable, empty or binary ones, duplicates,
+    links out of the library and, with text_only, files that are not UTF-8.
     """
     paths = []
     for folder, subfolders, names in os.walk(stdlib):

@@ -10,7 +10,7 @@ prepares its share of the source's files, in order. All machines must see --out,
 same paths. --cluster_args are options of sbatch, or Ray's address and what a task reserves there
 (num_cpus=1,memory=2e9).
 
-It can be killed at any time; rerun the command to resume: tasks go on after their last shard. With Slurm the command
+It can be killed at any time; rerun the command to resume: tasks continue after their last shard. With Slurm the command
 submits and returns, and the last task to end writes meta.json; rerun it to see how many have ended, or to resubmit
 those that failed. Logs are in OUT/datatrove.
 """

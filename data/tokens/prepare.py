@@ -72,7 +72,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 SHARD_TOKENS = 100_000_000
 BATCH_CHARS = 1 << 20  # characters that a worker encodes at a time
 SAMPLE_CHARS = 4096  # characters of each batch that are decoded, to see if they come back
-VAL_FRACTION, MOST_HELD_OUT = 0.0005, 1 << 20  # of documents; characters if documents are few
+VAL_FRACTION, MOST_HELD_OUT = 0.0005, 1 << 20  # share of documents; most characters, if documents are few
 FEW = 8  # documents per split; fewer give no interval for a loss either (data/loader.py)
 USUAL_MARK = "<|endoftext|>"
 
@@ -369,14 +369,14 @@ def characters(units, reading):
 
 
 def contents(units):
-    """[[(name, sha256 of the content), ...], ...] of units of local files. Prints which are alike. Raises OSError."""
+    """[[(name, sha256 of the content), ...], ...] of units of local files. Prints duplicates. Raises OSError."""
     paths = list(itertools.chain(*units))
     with ThreadPoolExecutor() as pool:
         sha256 = dict(zip(paths, pool.map(file_sha256, paths), strict=True))
     first = {}
     again = [path for path in paths if first.setdefault(sha256[path], path) != path]
     if again:
-        print(f"files with the content of another are kept, and may be in both splits: {len(again):,} ({again[0]} "
+        print(f"duplicate files are kept, and may be in both splits: {len(again):,} ({again[0]} "
               f"like {first[sha256[again[0]]]})", file=sys.stderr)
     return [[(path.name, sha256[path]) for path in unit] for unit in units]
 
@@ -463,7 +463,7 @@ class Source:
     # --- tokens
     tokenizer: str = "tiktoken:gpt2"  # bytes, chars, tiktoken:NAME, hf:NAME on the hub, or hf:FOLDER
     vocab: Path = None  # folder with a tiktoken encoding's files, to need no network
-    end_of_text: str = None  # the token of an hf: tokenizer that ends a document, where its name is unusual
+    end_of_text: str = None  # the token that ends a document in an hf: tokenizer, if its name is unusual
     # --- how text is read
     text_column: str = "text"  # which column of parquet, jsonl or the hub holds the text
     encoding: str = None  # of files that are not UTF-8 and have no byte order mark: latin-1, utf-16-le, ...

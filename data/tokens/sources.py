@@ -205,7 +205,7 @@ def stamps(units):
 
 
 def check_unchanged(before):
-    """Raises DataError if a local file is no longer the one whose stamp `before` holds."""
+    """Raises DataError if a local file has changed since its stamp in `before`."""
     for path, known in before.items():
         if stamp(path) != known:
             raise DataError(f"{path} changed while it was read: leave it alone, and prepare again")
@@ -214,7 +214,7 @@ def check_unchanged(before):
 # ----------------------------------------------------------------------------------------------------------- their text
 
 def documents(unit, reading):
-    """The (split or None, text, whether a document ends with it) of a unit, in order. Raises DataError."""
+    """Yields (split or None, text, whether a document ends with it) for a unit, in order. Raises DataError."""
     if isinstance(unit, list):
         for path in unit:
             yield from ((None, *item) for item in read_file(path, reading))
@@ -233,7 +233,7 @@ def documents(unit, reading):
 
 
 def read_file(path, reading):
-    """The (text, whether a document ends with it) of a file. Raises DataError for what cannot be read."""
+    """Yields (text, whether a document ends with it) for a file. Raises DataError for what cannot be read."""
     import pyarrow as pa
 
     kind = reading.kind(path)
