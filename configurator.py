@@ -138,7 +138,7 @@ def load(config_class, argv, prog=None, doc=LEFT_TO_RIGHT):
 def read(config_class, argv, doc, prog=None):
     """Read `argv` of a program without config files into an instance of the dataclass.
 
-    config_class: a dataclass, or {command: dataclass}, from which the first argument chooses. doc: the description for
+    config_class: a dataclass, or {command: dataclass}, in which the first argument names one. doc: the description for
     --help. The instance also has `overrides`, `command`, and `others`: the unknown --key=value, which only a class with
     OTHERS accepts. Raises ConfigError as `load` does.
     """

@@ -258,7 +258,7 @@ def modelling_code():
 
 
 def tokenizer_files(meta, vocab, with_code):
-    """({name: text} of the files for AutoTokenizer, the token that ends a text or None, the one that pads or None).
+    """({name: text} of the files for AutoTokenizer, the token that ends a text or None, the padding token or None).
 
     Padding is the token that ends a text. If that token is ordinary text, padding is an id after the vocabulary, which
     the exported code never looks up; transformers' classes would, so they get none. There are no files if the tokenizer
@@ -566,7 +566,8 @@ def fingerprint(logits):
 
 
 def checksums(config, texts):
-    """{name: sha256} of config.json, before `write` adds that of the weights, and of other files, {name: text}."""
+    """{name: sha256} of config.json, without the weights' checksum that `write` adds, and of other files, {name:
+    text}."""
     texts = {**texts, "config.json": json.dumps(config, sort_keys=True)}
     return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 

@@ -7,7 +7,7 @@ Requests are sorted by length, and a batch holds up to `batch_tokens` tokens. If
 context's state is computed once for all its answers, batched with other contexts of the same length. Texts of any
 length are then read in pieces, in constant memory. Attention reads context and answer as one sequence; texts longer
 than a piece go through its growing cache. Models of packed documents start anew after an end-of-text token, as in
-training, so the one before a text affects only the text's first token. Texts are truncated only by `max_length`;
+training, so the separator before a text affects only the text's first token. Texts are truncated only by `max_length`;
 `longer` counts sequences longer than the training block.
 
 evaluate.py is the program.
