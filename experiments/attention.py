@@ -1,4 +1,4 @@
-"""Plain attention, that of a ViT and of the recall benchmark; model.py has LLaMA's."""
+"""Plain attention, for the ViT and the recall benchmark; LLaMA's is in model.py."""
 
 import torch.nn as nn
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ class Attention(nn.Module):
 
     operator = "F.scaled_dot_product_attention"
     causal = False
-    dropout = 0.0  # of the weights, in training
+    dropout = 0.0  # on the attention weights, in training
 
     def __init__(self, config, layer):
         super().__init__()

@@ -14,8 +14,8 @@
 
 Runs with the same seed are pairs: they see the same tokens in the same order, and parameters of the same name and shape
 start from the same values (initialisation.py). The closer two models are, the more of their noise is shared. An
-interval that contains 1 says how far apart the two may be: they are equal only within that. How often an interval
-misses the truth: experiments/duel_simulation.py.
+interval that contains 1 says how far apart the two may be: they are equal only within that.
+experiments/duel_simulation.py counts how many times an interval misses the truth.
 
 A family at a size has `documents` {tokens of the budget: {seed: losses (documents,)}}, `weights` (documents,): tokens
 of each, `search` {rate: {seed: loss}}, inf for a diverged run, and `search_noise`: (variance over seeds of a reported
@@ -60,7 +60,7 @@ def best_rate(search):
 
 def parabola(x, y):
     """(x of the vertex, half the second derivative, derivative of the vertex by each y) of the parabola through three
-    points, of which the middle one is the lowest."""
+    points, the middle one being the lowest."""
     p, q, _ = np.linalg.inv(np.vander(x - x[1], 3))
     a, b = p @ y, q @ y
     return x[1] - b / (2 * a), a, (p * b / a - q) / (2 * a)
@@ -70,7 +70,7 @@ Searched = namedtuple("Searched", "seeds residuals slopes curvature variance df"
 
 
 def look_at_search(search, noise):
-    """How well a search of {rate: {seed: loss}} knows its vertex, or None: a Searched.
+    """A Searched: how precisely a search {rate: {seed: loss}} finds its vertex; None if it cannot.
 
     residuals {rate: (seeds,)}; slopes {rate: derivative of the vertex by the loss there}; curvature of the parabola;
     variance of the vertex, and its degrees of freedom.
@@ -104,10 +104,10 @@ def rate_variance(a, b):
     """(variance, degrees of freedom) that choosing both families' learning rates adds to a difference of losses. None
     if the searches cannot tell: the best rate is at the edge, or each rate ran once and no noise is known.
 
-    A rate that is off by e (of its logarithm) costs c e^2 nats, c: curvature of the search's parabola. The vertex is
-    off because the losses of the search are noisy: with several seeds by the residuals over seeds and rates, which two
-    families with the same seeds may share; with one seed by the `search_noise` of both. The variance is the second
-    moment of c_a e_a^2 - c_b e_b^2, for normal e.
+    A rate whose logarithm is off by e costs c e^2 nats, where c is the curvature of the search's parabola. The vertex
+    is off because the losses of the search are noisy. With several seeds the residuals over seeds and rates give the
+    noise, and two families with the same seeds may share part of it; with one seed each family's `search_noise` gives
+    it. The variance is the second moment of c_a e_a^2 - c_b e_b^2, for normal e.
     """
     variances, dfs = np.transpose([a.search_noise, b.search_noise])
     noise = (variances @ dfs / dfs.sum(), dfs.sum()) if dfs.any() else None
@@ -172,8 +172,8 @@ def pooled_sd(losses):
 def t_sum(parts):
     """(sum, degrees of freedom by Welch and Satterthwaite, quantile of t) of variances [(variance, df)].
 
-    A negative variance makes the sum smaller. In the degrees of freedom the same draw would count again, and with 3
-    seeds leave 2 of the 4; so only the positive ones count there.
+    A negative variance makes the sum smaller. It does not count in the degrees of freedom, where the same draw would
+    count twice: with 3 seeds, 2 of the 4 would be left.
     """
     positive = [(v, df) for v, df in parts if v > 0]
     spread = sum(v * v / df for v, df in positive)
@@ -187,8 +187,8 @@ def difference(a, b, tokens, pooled=None, paired=False, rates=None):
     """Difference of the mean losses of a (seeds, documents) and b; None if there are too few seeds to know the spread.
 
     tokens (documents,): evaluated tokens of each; pooled: from pooled_sd, or None to use each family's own SD; paired:
-    a and b have the same seeds, in the same order: from three on (two, if nothing is pooled), their differences have
-    the SD; rates: from rate_variance, or None to leave out the error of the chosen rates.
+    a and b have the same seeds in the same order; with three or more (two, if nothing is pooled) the SD is that of
+    their differences; rates: from rate_variance, or None to leave out the error of the chosen rates.
     """
     w = tokens / tokens.sum()
     x = a @ w
@@ -270,7 +270,7 @@ def powers(x, degree):
 class Curve:
     """A family's loss at its budgets relative to the main one, from seeds that were run at both.
 
-    main: tokens; families: those of the size, over which the SD of the change from the main budget is pooled. x:
+    main: tokens; families: those of the size; the SD of the change from the main budget is pooled over them. x:
     log(tokens / main), ascending; y: loss minus the loss at the main budget, with se and degrees of freedom df. A
     budget whose noise is not known (one seed, nothing pooled) is left out. known: the loss clearly falls with the
     budget, by two standard errors.
@@ -293,7 +293,7 @@ class Curve:
         self.basis = (powers(self.grid, degree) - powers(np.zeros(1), degree)) @ through
 
     def rise(self, x):
-        """Nats by which the loss at x <= 0 is above the main budget's."""
+        """How many nats the loss at x <= 0 is above that of the main budget."""
         return float(np.interp(-x, -self.grid, self.basis @ self.y))
 
     def log_tokens(self, rise, shift=0.0):
@@ -342,8 +342,8 @@ def multiplier(d, a, b):
 
 
 def times(m, log_ratio, half=0.0):
-    """The Multiplier of another cost than tokens, of which a token of a costs exp(log_ratio) times a token of b; half:
-    half the 95% interval of log_ratio."""
+    """The Multiplier for another cost, such as seconds, if a token of a costs exp(log_ratio) times as much as one of b;
+    half: half the 95% interval of log_ratio."""
     if m is None:
         return None
     at = math.log(m.value)
@@ -384,14 +384,15 @@ def winner(means, p_of, alpha=0.05):
 # ------------------------------------------------------------------------------------------------ a look at every pair
 
 def bounds(fractions, alpha, walks=100_000):
-    """Yields what Student's t of the mean of n differences has to exceed after each pair, such that all tests together
-    err with probability 0.55 alpha (the rest is for skewed differences).
+    """Yields, after each pair, the bound that Student's t of the mean difference has to exceed, so that all tests
+    together err with probability 0.55 alpha (the rest is for skewed differences).
 
-    fractions: how much of the plan (time, or pairs) had passed after each; a list may grow meanwhile. Until then the
-    tests may spend fraction^8 of the error (Kim and DeMets 1987, Lan and DeMets 1989): the last bound is 3% above that
-    of a single test, and before half of the plan little is spent, when a rare bad run may not have been seen. Each
-    bound is that of simulated normal differences which exceeded none before; where less than one of `walks` may, that
-    of this look alone; infinite for one pair, and where no time has passed.
+    fractions: the part of the plan (time, or pairs) that had passed after each pair; a list may grow meanwhile. By then
+    the tests may have spent fraction^8 of the error (Kim and DeMets 1987, Lan and DeMets 1989). So the last bound is 3%
+    above that of a single test, and little is spent in the first half, when a rare bad run may not have been seen. Each
+    bound comes from simulated normal differences that have exceeded no bound so far. If fewer than one of the `walks`
+    may exceed it, it is the bound of a test at this look only. It is infinite for one pair, and while no time has
+    passed.
     """
     rng = np.random.default_rng(0)
     sums = np.zeros(walks)  # of the walks that exceeded no bound yet
@@ -418,8 +419,9 @@ def bounds(fractions, alpha, walks=100_000):
 
 
 def resampled(differences, error, resamples=4000):
-    """(low, high) of the mean of differences (..., n) by the bootstrap-t: Student's interval with the quantiles of t in
-    resampled pairs (Efron and Tibshirani 1993, section 12.5), where skewed pairs are skewed too. error: of both sides.
+    """The interval (low, high) of the mean of differences (..., n) by the bootstrap-t: Student's interval with the
+    quantiles of t over resampled pairs, so that it is as skewed as they are (Efron and Tibshirani 1993, section 12.5).
+    error: of both sides.
     """
     n = differences.shape[-1]
     mean = differences.mean(-1)
@@ -437,7 +439,8 @@ def resampled(differences, error, resamples=4000):
 
 def log_tokens(difference, curve):
     """log of how many times HEAD's tokens the edit needs if its loss is `difference` (...,) nats higher, on the curve
-    E + B / D^k with 2^k = (quarter - half) / half. curve (..., 2): how much higher HEAD's loss is at these budgets.
+    E + B / D^k with 2^k = (quarter - half) / half. curve (..., 2): how much higher HEAD's loss is after a quarter and a
+    half of the budget.
     """
     quarter = curve[..., 0]
     half = np.maximum(curve[..., 1], 1e-9)
@@ -453,14 +456,15 @@ def decide(differences, curves, bound, margin=0.02, alpha=0.05, resample=True):
         curves: (..., k, 2) HEAD's curves for `log_tokens` from k >= 2 runs; their error (by the jackknife) is in the
             interval of m, how many times HEAD's tokens the edit needs.
         bound: of Student's t at this look, from `bounds`.
-        resample: False is Student's interval alone, in a fraction of the time; where it decides nothing, both do not.
-    The interval of the mean holds Student's and the bootstrap-t's. "better" and "worse": it excludes 0; "same": m is
+        resample: False uses Student's interval alone, in a fraction of the time; if that decides nothing, neither do
+            both.
+    The interval of the mean covers Student's and the bootstrap-t's. "better" and "worse": it excludes 0; "same": m is
     within `margin`.
     """
     n = differences.shape[-1]
     k = curves.shape[-2]
     mean = differences.mean(-1)
-    half = bound * np.maximum(differences.std(-1, ddof=1), 1e-300) / n**0.5  # an infinite bound: whatever the SD
+    half = bound * np.maximum(differences.std(-1, ddof=1), 1e-300) / n**0.5  # an infinite bound stays so if the SD is 0
     least, most = mean - half, mean + half
     if resample:
         low, high = resampled(differences, 2 * special.stdtr(n - 1, -bound))

@@ -28,11 +28,11 @@ from runtime.records import environment, write_json  # noqa: E402
 # About as recorded for Longhorn and Mamba after a million bytes (results/duel_longhorn_mamba_1.5M.json), in nats
 B, K = 0.40, 0.49  # loss is E + B (tokens / whole budget)^-K
 SEED, SEED_BY_FILE = 0.006, 0.03  # SD of a run's loss over seeds, and further on each file
-CHANGE, CHANGE_BY_FILE = 0.005, 0.015  # SD of what a shorter run of a seed has of its own
+CHANGE, CHANGE_BY_FILE = 0.005, 0.015  # SD of the noise that a seed's shorter run has of its own
 SEARCH, CURVATURE = 0.009, 0.047  # SD of a search's losses over seeds and rates; nats per squared e-fold of the rate
 FILES, BY_FILE = 45, 0.01  # held-out files, and the SD over them of the true difference of two families
 BUDGETS = (0.25, 0.5, 1.0)
-LOOKS = (8, 11, 14, 16)  # at so many pairs, where seeds are added
+LOOKS = (8, 11, 14, 16)  # numbers of pairs after which `grown` looks
 RATES = 2e-3 * 2.0 ** (np.arange(6) - 2.5)  # four rates, and one more on either side
 
 
@@ -49,7 +49,7 @@ def noise(rng, seeds, sd, sd_by_file):
 
 
 def duel(rng, seeds, times=1.0, correlation=None, search=4):
-    """A simulated duel in which a needs `times` b's tokens: (Difference, Multiplier).
+    """A simulated duel in which a needs `times` as many tokens as b: (Difference, Multiplier).
 
     seeds: of each family; correlation: of the noise of two runs with the same seed, which are then compared in pairs,
     also in the search; None: the families have different seeds; search: seeds of the search.
@@ -90,8 +90,8 @@ def misses(simulations, rng=0, times=1.0, **design):
 
 
 def grown(simulations, until):
-    """Share of duels of equals that end with an interval without 0. Seeds are added up to the last of LOOKS, until the
-    interval is "narrow" (half of it at most .007 nats), or until it "decides" (has no 0)."""
+    """Share of duels between equals that end with an interval without 0. Seeds are added until the interval is "narrow"
+    (half of it at most .007 nats) or "decides" (has no 0), up to the last of LOOKS."""
     rng = np.random.default_rng(0)
     missed = 0
     for _ in range(simulations):

@@ -7,14 +7,14 @@
 
 All versions run from snapshots of the files that training loads, so you can go on editing. The runs of a pair share
 seed, tokens and the initial values of all parameters that both have, so most of the noise cancels. From the sixth pair
-on a sequential test says after each whether to stop; --pairs are run to the end. Several edits share HEAD's runs, the
-minutes and one probability of a false verdict, and are ranked. Kill it at any time and rerun the command. HEAD's runs
-are used again for the next edit, and edits.html beside them lists all that were tried.
+on, a sequential test after each pair says whether to stop; with --pairs, all are run. Several edits share HEAD's runs,
+the minutes and one probability of a false verdict, and are ranked. Kill it at any time and rerun the command. HEAD's
+runs are reused for the next edit, and edits.html beside them lists all edits that were tried.
 
-Exit codes: 0 better, 1 worse or diverges, 2 a mistake, 3 no difference above --margin, 4 undecided; of several edits,
-the first one's in the ranking. Each version trains at its config's learning rate, scaled to the width of the size.
-Schedule (wsd, to 0), budget, evaluation and seeds are set here; a config's own do not count. A loss that is not the
-cross-entropy of the logits, and logits that read more than the tokens before, are refused (edit_judge.py).
+Exit codes: 0 better, 1 worse or diverges, 2 a mistake, 3 no difference above --margin, 4 undecided; for several edits,
+that of the best. Each version trains at its config's learning rate, scaled to the width of the size. Schedule (wsd, to
+0), budget, evaluation and seeds are set here; a config's own do not count. An edit is refused if its loss is not the
+cross-entropy of its logits, or its logits read more than the tokens before (edit_judge.py).
 """
 
 import os
@@ -54,17 +54,18 @@ from runtime.records import BadRecord, cpu_model, fields, is_finished, read_json
 
 CODES = {"better": 0, "worse": 1, "same": 3, "undecided": 4}
 SIZES = {size: list(s.argv) for size, s in sweep.PRESETS["duel"].sizes.items()} | {"config": []}
-CURVE_PAIRS, FEWEST = 4, 6  # pairs whose run of HEAD also ends at 1/4 and 1/2; fewest pairs before a verdict
+CURVE_PAIRS, FEWEST = 4, 6  # pairs that also run HEAD for 1/4 and 1/2 of the budget; fewest pairs before a verdict
 PROBE = REPO / "experiments" / "edit_probe.py"
 JUDGE = REPO / "experiments" / "edit_judge.py"
-ALIKE = {"float32": 5e-4, "bfloat16": 2e-3}  # nats by which two ways to measure a version may differ: rounding
+ALIKE = {"float32": 5e-4, "bfloat16": 2e-3}  # nats that rounding may put between two measurements of a version
 
 
 # ------------------------------------------------------------------------------------------------------------- versions
 
 @dataclass
 class Version:
-    """What is trained: `root`, a snapshot of `files` of a tree, {path: hash}. name: in sentences; about: in words."""
+    """What is trained: `root` is a snapshot of `files` {path: hash} of a tree. name: for sentences; about: a
+    description."""
 
     name: str
     about: str
@@ -82,7 +83,7 @@ class Version:
 
 
 def output(command, otherwise, **how):
-    """What a command prints. Raises ConfigError if it fails: `otherwise`, and its last words."""
+    """What a command prints. Raises ConfigError if it fails, with `otherwise` and the last line that it printed."""
     ran = subprocess.run([*map(str, command)], capture_output=True, **how)
     if ran.returncode:
         words = ran.stderr.decode(errors="replace").strip() or "no output"
@@ -103,8 +104,8 @@ def commit_of(name, option=""):
 
 
 def checkout(code, commit, patch=None):
-    """A new folder in `code` with the files of a commit, changed by a patch if one is given. A link out of the clone
-    leads where the clone's does. Raises ConfigError if the patch does not fit."""
+    """A new folder in `code` with the files of a commit, changed by a patch if one is given. Links out of the clone
+    keep their targets. Raises ConfigError if the patch does not fit."""
     tree = Path(tempfile.mkdtemp(dir=code, prefix="tmp-"))
     archive = output(["git", "-C", REPO, "archive", commit], "git archive fails")
     output(["tar", "-xf", "-", "-C", tree], f"no snapshot of {commit[:10]} in {code}", input=archive)
@@ -114,14 +115,14 @@ def checkout(code, commit, patch=None):
             path.unlink()
             path.symlink_to(target)
     if patch:
-        outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(code)}  # or paths would be the clone's
+        outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(code)}  # or git would use the clone above
         output(["git", "-C", tree, "apply", Path(patch).resolve()], f"{patch} is no change of {commit[:10]}",
                env=outside)
     return tree
 
 
 def take_todays_judge(tree):
-    """Put the working tree's evaluation and loader in place of a version's."""
+    """Replace a version's evaluation and loader with those of the working tree."""
     for folder in ("evaluation", "data"):
         for path in (tree / folder).glob("*.py"):
             path.unlink()
@@ -130,8 +131,8 @@ def take_todays_judge(tree):
 
 
 def snapshot(version, code, argv):
-    """Copy the files of a version's tree that training loads, what links lead to in their place, to code/<hash of
-    them>. A copy from before that was changed since is made anew. Raises ConfigError for an edit in these seconds."""
+    """Copy the files of a version's tree that training loads to code/<their hash>, replacing links by what they lead
+    to. An earlier copy that was changed since is made again. Raises ConfigError if the tree is edited meanwhile."""
     version.files = version.probe(argv)["files"]
     copy = Path(tempfile.mkdtemp(dir=code, prefix="tmp-"))
     for name in version.files:
@@ -188,8 +189,8 @@ def remove_trees(code):
 
 
 def changes(head, edit):
-    """(names of the files that differ, lines of their diff). Raises ConfigError if none does, or an edit would be
-    judged by another measure."""
+    """(names of the files that differ, lines of their diff). Raises ConfigError if none does, or if the edit would be
+    judged differently."""
     changed = sorted({name for name, _ in head.files.items() ^ edit.files.items()})
     if not changed:
         raise ConfigError(f"{edit.name}: no file that training loads differs from {head.name}'s: save your edit, or "
@@ -209,7 +210,7 @@ def changes(head, edit):
 
 
 def summary(changed, diff):
-    """The files that differ and how many lines came and went, in words."""
+    """The files that differ and how many lines were added and removed, in words."""
     came, went = (sum(line[:1] == sign != line[1:2] for line in diff) for sign in "+-")
     return f"{', '.join(changed)}, {came} lines +, {went} lines -"
 
@@ -229,13 +230,13 @@ class Side:
                      "--min_lr=0", "--schedule=wsd", "--decay_iters=-1",
                      f"--warmup_iters={max(1, self.steps // 40)}", f"--learning_rate={self.probe['learning_rate']:g}"]
         settings = [self.argv, self.steps, os.environ.get("OMP_NUM_THREADS")]
-        self.key = f"{self.root.name}-{short_hash(settings)}"  # of code and settings, for the names of cells
+        self.key = f"{self.root.name}-{short_hash(settings)}"  # identifies code and settings in the names of cells
         self.head = head or self
         self.rows = {}  # name of a cell: its row of results
         self.diverged = ()  # seed, sentence
 
     def cell(self, seed, part=1):
-        """A run of 1/part of the budget; a shorter one branches from the whole one before its decay."""
+        """The cell for 1/part of the budget; a shorter run branches from the whole one before its decay."""
         steps = self.steps // part
         whole = f"{self.key}_seed{seed}"
         argv = [*self.argv, f"--max_iters={steps}", f"--seed={seed}"]
@@ -253,11 +254,12 @@ class Side:
         return self.rows[self.cell(seed, part).name]
 
     def column(self, key, n):
-        """This of the first n runs."""
+        """The values of `key` for the first n runs."""
         return np.array([self.row(seed)[key] for seed in range(1, n + 1)])
 
     def check_measure(self, allowed):
-        """Raises ConfigError if the first run is not measured as any other model's is, within so many nats."""
+        """Raises ConfigError if the loss of the first run is not measured like any other model's, within `allowed`
+        nats."""
         cell = self.cell(1)
         nats = ask(JUDGE, self.name, self.root, self.folder / cell.name, *cell.argv)
         if not abs(nats["reported"] - nats["plain"]) < allowed:
@@ -278,10 +280,10 @@ class Comparison:
         self.edits = [Side(version, argv, args, self.head) for version in versions[1:]]
         self.args = args
         self.say = say
-        self.facts = {}  # what all runs must have alike
-        self.stopped = False  # by the user
+        self.facts = {}  # {name: value} that must be the same in all runs
+        self.stopped = False  # True once the user has stopped us
         for edit in self.edits:
-            for key in ("dataset", "batch_tokens", "eval_block_size"):  # or they would not be judged by the same
+            for key in ("dataset", "batch_tokens", "eval_block_size"):  # otherwise they would be judged differently
                 one, other = self.head.probe[key], edit.probe[key]
                 if one != other:
                     raise ConfigError(f"{key} is {one} in {self.head.name} and {other} in {edit.name}: give one for "
@@ -308,7 +310,7 @@ class Comparison:
         for side, cell in plan:
             self.read(side, cell, failed)
             row = side.rows.get(cell.name)
-            if row and not sys.stdout.isatty():  # there is nobody who sees a bar
+            if row and not sys.stdout.isatty():  # no progress bar there
                 self.say(f"{side.name}, seed {row['seed']}, {row['steps']} steps: loss {row['val_loss']:.4f}")
         if first == 1:
             for side in (self.head, *edits):
@@ -351,7 +353,7 @@ class Comparison:
         return edit.column("val_loss", n) - head.column("val_loss", n), np.array(curves)
 
     def notes(self, edit):
-        """Lines: what differs beside the loss by more than 1%, and whether the pairs share their draws."""
+        """Lines on what differs by more than 1% besides the loss, and whether the pairs share their draws."""
         ours, heads = edit.probe, self.head.probe
         lines = []
         for key in ("parameters", "FLOPs per token", "state", "learning_rate"):
@@ -368,7 +370,7 @@ class Comparison:
 
 
 def decay_begins(steps):
-    """The step at which a run of so many begins its decay to 0: after four fifths."""
+    """The step at which a run of `steps` begins its decay to 0: after four fifths."""
     return steps - max(1, round(0.2 * steps))
 
 
@@ -392,14 +394,14 @@ def data_path(dataset):
 
 
 class Budget:
-    """Pairs or minutes of a comparison. When each pair ended stands in a file, so a restart goes on where it was."""
+    """The pairs or minutes of a comparison. A file says when each pair ended, so a restart continues from there."""
 
     def __init__(self, path, pairs, minutes):
         self.path = path
         self.pairs = pairs
         self.minutes = minutes
         record = read_json(path) if path.exists() else {"minutes": [], "plans": []}
-        self.ends = record["minutes"]  # after which each pair ended
+        self.ends = record["minutes"]  # minutes after which each pair ended
         self.plans = record["plans"]  # budgets that were asked for
         self.fractions = []  # of the budget, at each look
         self.began = time.monotonic() - 60 * max(self.ends, default=0)
@@ -419,7 +421,7 @@ class Budget:
         return len(self.ends) - n or 32
 
     def ended(self, last):
-        """Pairs up to seed `last` have ended, evenly since the one before."""
+        """Note that pairs up to seed `last` have ended, spread evenly over the time since the last one."""
         new = max(1, last - len(self.ends) + 1)
         self.ends += np.linspace(max(self.ends, default=0), self.spent(), new)[1:].tolist()
 
@@ -450,7 +452,7 @@ class Decision:
         return f"{in_times(np.exp(self.interval))} times the tokens of {head.name}"
 
     def so_far(self, head):
-        """In words; nats where the interval is too wide to name tokens."""
+        """The decision so far, in words; in nats if the interval is too wide to name tokens."""
         if self.sentence:
             return self.sentence
         if self.interval[2] - self.interval[1] > 2:
@@ -536,7 +538,7 @@ def describe(c, edit, plans, decision):
 
 
 def over_texts(c, edit, decision, curve):
-    """The interval of tokens with the variance over documents added to what is in the verdict's, so never narrower."""
+    """The verdict's interval of tokens with the variance over documents added, so it is never narrower."""
     heads, ours = (side.column("val_document_losses", decision.pairs) for side in (c.head, edit))
     weights = c.head.row(1)["val_document_tokens"]
     variance, df = compare.document_variance(ours - heads, np.zeros((1, len(weights))), weights)
@@ -547,8 +549,8 @@ def over_texts(c, edit, decision, curve):
 
 
 def speed(c, edit, decision):
-    """A line, if the pairs tell that one version takes longer per token: how much, and what follows for the seconds to
-    HEAD's loss."""
+    """A line if the pairs show that one version takes longer per token: how much longer, and how many seconds it
+    therefore needs for HEAD's loss."""
     heads, ours = (-np.log(side.column("tokens_per_second", decision.pairs))[:, None] for side in (c.head, edit))
     d = compare.difference(ours, heads, np.ones(1), paired=True)
     if d.low <= 0 <= d.high:
@@ -561,7 +563,8 @@ def speed(c, edit, decision):
 
 
 def odd_one(differences):
-    """The difference that is farthest from the median, in words; of few pairs, that one like it may not have run."""
+    """The difference that is farthest from the median, in words; if there are few pairs, with a warning about rare bad
+    runs."""
     at = int(np.argmax(abs(differences - np.median(differences))))
     words = f"{differences[at]:+.4f} nats (seed {at + 1})"
     if len(differences) < 30:
@@ -582,7 +585,7 @@ def ranked(results):
 
 
 def verdict_of(sizes):
-    """That of all {size: numbers}; "undecided" if they disagree."""
+    """The verdict of all sizes {size: numbers}; "undecided" if they disagree."""
     verdicts = {of_size["verdict"] for of_size in sizes.values()}
     return verdicts.pop() if len(verdicts) == 1 else "undecided"
 
@@ -637,7 +640,7 @@ def training(head, edit, size, n):
 
 
 def write_overview(folder):
-    """edits.md and edits.html in a folder of HEAD's runs: all edits that were ever tried against them."""
+    """Write edits.md and edits.html into a folder of HEAD's runs: all edits that were ever tried against them."""
     rows = []
     diffs = []
     for path in sorted(folder.glob("edit-*/edit.diff")):
@@ -660,19 +663,19 @@ def write_overview(folder):
 
 @dataclass
 class EditRun(Where):
-    edits: list[str] = ()  # a config of the runs (config/longhorn_laptop.py); and what is compared: commits, branches,
-    # FILE.patch or .diff of --against, or . for the working tree (the working tree)
-    against: str = "HEAD"  # the other version, a commit
+    edits: list[str] = ()  # a config for the runs (config/longhorn_laptop.py), and what to compare: commits, branches,
+    # FILE.patch or .diff on top of --against, or . for the working tree (which is the default)
+    against: str = "HEAD"  # the commit to compare with
     data: str = ""  # a prepared dataset (the config's)
     sizes: list[str] = ("460K",)  # 460K, 1.5M, config (its own), or LABEL:key=value,key=value; one verdict for each
-    steps: Annotated[int, Range(8)] = 512  # of a run; below 512 families' curves cross
+    steps: Annotated[int, Range(8)] = 512  # per run; below 512 the curves of families cross
     minutes: Annotated[float, Range(0.01, 1e6)] = 30.0  # for all edits and sizes together
-    pairs: Whole = 0  # run this many, even if the verdict is clear before; below 6 there is none
+    pairs: Whole = 0  # run exactly this many, even if the verdict is clear earlier; below 6 there is none
     margin: Annotated[float, Range(1e-4, 1)] = 0.02  # a difference that would not matter
     alpha: Annotated[float, Range(1e-3, 0.5)] = 0.05  # probability of a false verdict about any of the edits
     todays_judge: bool = False  # take evaluation, loader and tokenizer of all versions from the working tree
-    out: Path = REPO / "out" / "edit"  # folder
-    quiet: bool = False  # print the sentence only
+    out: Path = REPO / "out" / "edit"  # folder for runs and pages
+    quiet: bool = False  # print only the sentence
 
     ARGUMENTS = ("edits",)
     OTHERS = "any other --key=value is train.py's, for all versions"
@@ -701,7 +704,7 @@ class Edit(Experiment):
         args.out = args.out.resolve()
         os.environ.setdefault("LONGHORN_BUILD_DIR", str(REPO / "build"))  # libraries are named by their content
         sizes = self.sizes()
-        args.error = args.alpha / max(1, len(args.edits))  # Bonferroni, of the sequential test of each
+        args.error = args.alpha / max(1, len(args.edits))  # Bonferroni: for the sequential test of each edit
         code = args.out / "code"
         with lock_folder(code, wait=600):
             self.head, *self.edits = versions_of(args, code, next(iter(sizes.values())))
@@ -717,7 +720,7 @@ class Edit(Experiment):
         return self.conclude()
 
     def sizes(self):
-        """{size: arguments of train.py}; the config is no longer among the edits then. Raises ConfigError."""
+        """{size: arguments of train.py}. Removes the config from the edits. Raises ConfigError."""
         args = self.args
         config = config_of(args.edits)
         args.edits = [word for word in args.edits if not word.endswith(".py")]

@@ -1,9 +1,9 @@
-"""Is a run's loss the plain cross-entropy of a model that reads earlier tokens alone? Run by edit.py at the top of a
-snapshot, with its model and weights on real windows; prints one line of JSON, all in nats per token.
+"""Is a run's loss the plain cross-entropy of a model that reads only earlier tokens? edit.py runs this at the top of a
+snapshot, with its model and weights, on real windows. Prints one line of JSON, all in nats per token.
 
     python experiments/edit_judge.py RUN CONFIG [--key=value ...]
 
-    reported, plain    the run's loss of the first documents, and that of the model's logits
+    reported, plain    the run's loss on the first documents, and the cross-entropy of the model's logits there
     beside, alone      the loss of a token in each window: all read together; one by one, the last first, with other
                        tokens behind it
 """
@@ -56,7 +56,7 @@ def main(folder, argv):
         together = of_tokens(x, y)
         beside, alone = [], []
         for row in reversed(range(len(x))):
-            end = x.shape[1] * (len(x) + row) // (2 * len(x))  # from the middle on, another one for each
+            end = x.shape[1] * (len(x) + row) // (2 * len(x))  # in the second half, a different place for each window
             other = torch.cat([x[row, :end], x[row, end:].flip(0)])
             beside.append(together[row, end - 1].item())
             alone.append(of_tokens(other[None], y[row:row + 1])[0, end - 1].item())

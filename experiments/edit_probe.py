@@ -1,4 +1,4 @@
-"""What a version of the code trains and loads: run by edit.py at the top of a tree, prints one line of JSON.
+"""What a version of the code trains and loads. edit.py runs this at the top of a tree; it prints one line of JSON.
 
     python experiments/edit_probe.py CONFIG [--key=value ...] DATA
 """
@@ -60,7 +60,7 @@ def files():
 
 
 def inside(paths):
-    """{paths relative to the tree} of those files that are in it, without packages, caches and what runs make."""
+    """{paths relative to the tree} of the files that are in it, without packages, caches and what runs write."""
     built = os.path.abspath(os.environ.get("LONGHORN_BUILD_DIR", "build"))
     found = set()
     for path in map(os.path.abspath, filter(None, paths)):
