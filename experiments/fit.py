@@ -1,4 +1,5 @@
-"""The scaling law of families: constants, what one needs of another's tokens and compute, the loss of further runs.
+"""The scaling law of families: its constants, the tokens and compute of one against another's, the loss of further
+runs.
 
     L(N, D) = E + (A / N^alpha + B / (D - D0)^beta)^gamma    N parameters but the embedding's, D tokens, L nats a token
 
@@ -7,13 +8,13 @@
     gamma     D0 = 0                   arXiv 2510.02228
 
 Means over seeds of log L are fitted by generalised least squares. The covariance along a trunk has a fixed shape
-(`shape`); a sweep has too few trunks to tell more than its scale. No form is chosen: a form chosen by a larger size is
+(`shape`); a sweep has too few trunks to tell more than its scale. No form is chosen: choosing by a larger size finds
 the true one in less than 60% of simulated sweeps. Ratios of tokens are read off curves per size, cubic in log D.
-Intervals are quantiles over simulated sweeps from the fits of all forms: noise of seeds by Student's t, what the errors
-of the learning rates cost, and the misfit beyond both.
+Intervals are quantiles over sweeps simulated from the fits of all forms, with the noise of seeds (by Student's t), the
+cost of errors in the learning rates, and the misfit beyond both.
 
 `fit_loss` alone fits any runs, by the summed Huber loss of log L, as Hoffmann et al. and Besiroglu et al. did.
-experiments/law.py does this with the records of a sweep; experiments/law_simulation.py counts how often the intervals
+experiments/law.py does this with the records of a sweep; experiments/law_simulation.py counts how many of the intervals
 hold the truth.
 """
 
@@ -27,7 +28,7 @@ from scipy import linalg, optimize
 DELTA = 1e-3  # Huber's threshold in log L
 EPOCH = dict(E=1.8172, A=482.0, alpha=0.3478, B=2085.4, beta=0.3658)  # Besiroglu et al. 2024, tokens of text
 MB = 2**20
-FORMS = {"additive": (), "offset": (5,), "gamma": (6,)}  # the constants that are free beside the first five
+FORMS = {"additive": (), "offset": (5,), "gamma": (6,)}  # the constants that are free in addition to the first five
 PER_DOUBLING, FALL = 0.7, 0.4  # correlation of log L along a trunk; its SD falls as D^-0.4: duels at 460K and 1.5M
 QUANTILES = {0.05: "lower", 0.5: "nearest", 0.95: "higher"}  # and how each is rounded to a draw
 
@@ -38,8 +39,8 @@ class CannotFit(ValueError):
 
 Fit = namedtuple("Fit", "E A alpha B beta D0 gamma cost")  # cost: half the sum of squares, or the summed Huber loss
 # Runs of a family, sizes and budgets ascending. sizes: their labels; N, flops (sizes,): parameters but the embedding's,
-# FLOPs per token; D (sizes, budgets) tokens; log_L (seeds, sizes, budgets); rate_cost (sizes,): of the error of the
-# rates in log L, on average
+# FLOPs per token; D (sizes, budgets) tokens; log_L (seeds, sizes, budgets); rate_cost (sizes,): what errors of the
+# rates cost in log L, on average
 Family = namedtuple("Family", "sizes N flops D log_L rate_cost")
 
 
@@ -55,7 +56,7 @@ def fit_loss(N, D, L, form="additive", whiten=None, start=None):
     An E of 0 says that these runs show no floor, not that there is none. Raises CannotFit.
 
     Args:
-        whiten: (runs, runs) by which residuals of log L are multiplied before they are squared; None: Huber's loss.
+        whiten: (runs, runs), multiplies the residuals of log L before they are squared; None: Huber's loss.
         start: a Fit to begin from; None: many starts.
     """
     N, D, L = positive(N=N, D=D, L=L)
@@ -155,7 +156,7 @@ def positive(**columns):
 
 
 def check_design(N, D):
-    """Raises CannotFit where no runs of these N and D could tell the five constants."""
+    """Raises CannotFit if no runs at these N and D could determine the five constants."""
     sizes = len(np.unique(N))
     counts = len(np.unique(D))
     if sizes < 3 or counts < 3:
@@ -218,8 +219,8 @@ def around(family, form, fitted):
 
 
 def misfit(rng, family, variance, df):
-    """A draw of the variance that the means have around the law beyond that of seeds and of the rates' costs; 0 or
-    more. variance, df: see `around`; they are seen like those of a sample."""
+    """A draw of the variance of the means around the law, beyond that of seeds and of the rates' costs; 0 or more.
+    variance, df: from `around`, taken as a sample's."""
     units = np.mean([np.diag(shape(D)) for D in family.D])
     of_seeds = scale(rng, family) ** 2 * units / len(family.log_L)
     return max(0.0, variance * df / rng.chisquare(df) - of_seeds - 2 * (family.rate_cost**2).mean())
@@ -236,7 +237,7 @@ def computes(family):
 
 
 def optimum(fitted, family, N):
-    """(N, loss), (9,) each: of the candidates N, the one that is best trained with each of `computes`."""
+    """(N, loss), (9,) each: the best of the candidates N for each of `computes`, and its loss."""
     N = N[:, None]
     D = np.maximum(computes(family) / per_token(family, N), fitted.D0 * 1.001 + 1)
     losses = law(N, D, *fitted[:7])
@@ -270,8 +271,8 @@ def frontier(fitted, family, levels):
 
 
 def compute_ratio(a, b, fitted_a, fitted_b):
-    """log2 of the FLOPs that a needs of b's for the loss of b's largest run, both on their frontier, and its slope per
-    doubling of b's FLOPs. The slope is from there down to the loss of b's second size at the middle budget."""
+    """log2 of the ratio of FLOPs, a's over b's, for the loss of b's largest run, both on their frontier; and its slope
+    per doubling of b's FLOPs, from there down to the loss of b's second size at the middle budget."""
     high = law(b.N[1], b.D[1, b.D.shape[1] // 2], *fitted_b[:7])
     low = law(b.N[-1], b.D[-1, -1], *fitted_b[:7])
     levels = np.geomspace(low, high, 9)
@@ -295,18 +296,18 @@ def curves(D, log_L):
 
 
 def log_tokens(points, curve, level):
-    """log D at which a falling curve comes to a level of log L; infinite where that is before or after its points."""
+    """log D at which a falling curve reaches a level of log L; infinite if that is before or after its points."""
     return np.interp(-level, -curve, points, left=-np.inf, right=np.inf)
 
 
 def tokens_needed(curve_a, curve_b, D):
-    """log2 of what a needs of D (budgets,) tokens of b, by a curve of each."""
+    """log2 of the ratio of tokens, a's over b's, for b's loss at D (budgets,), read off a curve of each."""
     level = np.interp(np.log(D), *curve_b)
     return (log_tokens(*curve_a, level) - np.log(D)) / math.log(2)
 
 
 def slope_within(y, x, group):
-    """The least-squares slope of y on x with a term per group; arrays of one shape, infinite y left out. NaN where no
+    """The least-squares slope of y on x with a term per group; arrays of one shape, infinite y left out. NaN if no
     group has two x."""
     known = np.isfinite(y)
     of_group = group[known][:, None] == np.unique(group[known])
@@ -315,8 +316,8 @@ def slope_within(y, x, group):
 
 
 def ratios(a, b, least):
-    """What a needs of b's tokens at their common sizes, two or more: {quantity: log2 of a ratio, or its slope per
-    doubling}, at b's budgets of at least so many tokens.
+    """Ratios of tokens, a's over b's, for the same loss: {quantity: log2 of a ratio, or its slope per doubling}. Taken
+    at their common sizes (two or more) and at b's budgets of at least `least` tokens.
 
     b's loss is read at a's parameters.
     """
@@ -337,7 +338,8 @@ def ratios(a, b, least):
 
 
 def power(family, N, D):
-    """log L by a power of D through the two largest budgets, and, for a new size, of N through the two largest."""
+    """log L by a power law in D through the two largest budgets and, for a new size, in N through the two largest
+    sizes."""
     log_L = family.log_L.mean(0)
     doublings = np.log(D / family.D[:, -1]) / np.log(family.D[:, -1] / family.D[:, -2])
     at_D = log_L[:, -1] + (log_L[:, -1] - log_L[:, -2]) * doublings
@@ -349,7 +351,7 @@ def power(family, N, D):
 # ------------------------------------------------------------------------------------------------------------ intervals
 
 def since(family, tokens):
-    """The family at budgets of at least so many tokens at every size."""
+    """The family at budgets of at least `tokens` at every size."""
     keep = (family.D >= tokens).all(0)
     return family._replace(D=family.D[:, keep], log_L=family.log_L[:, :, keep])
 
@@ -366,7 +368,7 @@ def common_sizes(a, b):
 
 
 def scale(rng, family):
-    """A draw of the SD over seeds at 1 MB: that seen, by Student's t."""
+    """A draw of the SD over seeds at 1 MB, given the one that was seen, by Student's t."""
     variance, df = seed_noise(family)
     return math.sqrt(variance * df / rng.chisquare(df))
 
@@ -380,9 +382,9 @@ def trunks(rng, family, D):
 
 
 def again(rng, family, misfit):
-    """What the means (sizes, budgets) of another sweep like this one may differ by; misfit: a variance.
+    """A draw of how much the means (sizes, budgets) of another sweep like this one may differ; misfit: a variance.
 
-    A rate that is off by a normal error costs its square, of which the mean is in every loss.
+    A rate with a normal error costs the square of that error, whose mean is already in every loss.
     """
     noise = trunks(rng, family, family.D) / math.sqrt(len(family.log_L))
     rates = family.rate_cost * (rng.standard_normal(len(family.N)) ** 2 - 1)
@@ -390,7 +392,7 @@ def again(rng, family, misfit):
 
 
 def one_more(rng, family, fitted, misfit, N, D):
-    """A draw of log L of one run more: of a new size, or of the first seed's at one of the sizes, continued to D."""
+    """A draw of log L for one more run: of a new size, or the first seed's at one of the sizes, continued to D."""
     expected = log_law(fitted, N, D)
     i = list(family.N).index(N) if N in family.N else -1
     last = family.D[i, -1]
@@ -409,16 +411,16 @@ def one_more(rng, family, fitted, misfit, N, D):
 def analyse(families, targets=None, least=MB, draws=200, seed=0):
     """{quantity: (low, middle, high)}, the 90% interval and the median over simulated sweeps.
 
-    Quantities: `NAME alpha`, `NAME a`, `NAME E`, `NAME frontier I`; of targets {NAME: [(N, D)]} `NAME N D`, the log of
-    a run's loss; of the first family against each other one `NAME` and the quantities of `compute_ratio`, and those of
-    `ratios` over the sizes that both have, if two or more.
+    Quantities of a family: `NAME alpha`, `NAME a`, `NAME E`, `NAME frontier I`. Of targets {NAME: [(N, D)]}: `NAME N
+    D`, the log of a run's loss. Of the first family against another, `NAME`: the quantities of `compute_ratio`, and
+    those of `ratios` if they share two sizes or more.
 
-    The misfit is that around the form that fits a family best: what another form misses beyond it is in the intervals
-    already, as the forms come to different values.
+    The misfit is taken around the form that fits a family best: what another form misses beyond it is in the intervals
+    already, since the forms give different values.
 
     Args:
-        families: {name: Family}, the first the one that the others are compared with.
-        least: tokens of the least budget that is fitted; curves have all.
+        families: {name: Family}; the others are compared with the first.
+        least: tokens of the smallest budget that is fitted; curves use all budgets.
     """
     rng = np.random.default_rng(seed)
     first, *others = families
@@ -455,7 +457,7 @@ def analyse(families, targets=None, least=MB, draws=200, seed=0):
 
 
 def interval(values):
-    """Quantiles of draws; those that are infinite count, and one that is NaN leaves nothing to tell."""
+    """Quantiles of draws. Infinite draws count; a single NaN leaves the interval unknown."""
     found = []
     for quantile, method in QUANTILES.items():
         found.append(np.quantile(values, quantile, method=method).item())

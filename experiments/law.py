@@ -1,12 +1,12 @@
-"""The law of a sweep: what the first family needs of the others' tokens and compute, further losses, the constants.
+"""The law of a sweep: tokens and compute of the first family against the others', predicted losses, the constants.
 
     python experiments/law.py out/scaling_law --predict=results/law/predictions.json     before `sweep.py law_predicted`
     python experiments/law.py out/scaling_law --out=results/law/report                   page, figure, points.csv
     python experiments/law.py results/law/report.json longhorn llama                     from the records alone
 
-The page is right for a sweep that is under way too: it is of the families that have three complete sizes or more, and
-says what is missing. Beside it may lie predictions.json, and simulation.json of experiments/law_simulation.py. How:
-experiments/fit.py.
+The page is also right while a sweep is under way: it covers the families with three or more complete sizes, and says
+what is missing. It reads predictions.json, and simulation.json of experiments/law_simulation.py, if they lie beside it.
+experiments/fit.py explains the method.
 """
 
 import functools
@@ -53,10 +53,11 @@ half the mean width of an interval, in log L, log2 of a ratio, or of the constan
 
 
 def rate_costs(searches, rates, widths):
-    """What the errors of the learning rates cost in log L on average, (widths,).
+    """What errors of the learning rates cost in log L on average, (widths,).
 
-    A rate that is off by e of its logarithm costs c e^2; c, and the variance of e, are those of the searches (see
-    compare.rate_variance), or of their rates around the line in log width, by which the other sizes have theirs.
+    A rate whose logarithm is off by e costs c e^2. The searches give c and the variance of e (see
+    compare.rate_variance). If there are three or more, the variance is at least that of their rates around a line in
+    log width, which sets the rates of the other sizes.
 
     Args:
         searches: {width: {rate: {seed: loss}}}; rates: {width: the rate that was chosen}, of the searched widths.
@@ -87,8 +88,8 @@ def reported(runs):
 
 
 def family_of(runs, model, with_embedding=False):
-    """The Family of a model's runs: the sizes that have all seeds at as many budgets as any, of those with two seeds or
-    more. None without such a size. with_embedding: N counts its parameters too."""
+    """The Family of a model's runs. Only budgets with two or more seeds count, and only sizes with all seeds at as many
+    budgets as any size has. None if no budget counts. with_embedding: N includes the embedding's parameters."""
     runs = runs[runs.model == model]
     of_seeds = reported(runs)
     of_seeds = of_seeds[of_seeds.groupby(["size", "tokens"]).seed.transform("nunique") > 1]
@@ -121,9 +122,9 @@ def models_of(runs, named):
 
 
 def families_of(runs, models=(), least=MB, with_embedding=False):
-    """({model: Family} of those to which a law can be fitted from so many tokens on, [what others, and they, lack])."""
+    """({model: Family} of the models with enough runs from `least` tokens on to fit a law, [what each model lacks])."""
     seeds = runs[runs.stage == "seed"].groupby("size").seed.nunique()
-    expected = [size for size in runs.attrs.get("sizes", ()) if seeds.get(size) != 1]  # one: a prediction, a control
+    expected = [size for size in runs.attrs.get("sizes", ()) if seeds.get(size) != 1]  # one: a prediction or control
     families = {}
     missing = []
     for model in models or runs.model.unique():
@@ -145,7 +146,7 @@ def families_of(runs, models=(), least=MB, with_embedding=False):
 # ---------------------------------------------------------------------------------------------------------- predictions
 
 def to_predict(families):
-    """Rows of the runs of `sweep.py law_predicted` that go on from a complete size, or are of a larger one."""
+    """A row for each run of `sweep.py law_predicted` that continues a complete size, or has a larger one."""
     preset = sweep.PRESETS["law_predicted"]
     models = [model for model in preset.models if model in families]
     cells = sweep.reported_cells(preset, dict.fromkeys(itertools.product(models, preset.sizes), 1.0))
@@ -164,7 +165,7 @@ def to_predict(families):
 
 
 def predict(path, families, least, draws):
-    """Write the losses of `sweep.py law_predicted`. Raises ConfigError where the file stands."""
+    """Write the losses of `sweep.py law_predicted`. Raises ConfigError if the file exists."""
     if path.exists():
         raise ConfigError(f"--predict={path}: these predictions stand: name another file for those of other families")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,8 +196,8 @@ def measured(runs, folder):
 
 
 def beside_its_run(row, time, runs):
-    """A prediction that was made at a time, with what became of it."""
-    import pandas  # late: without it main says what to install
+    """A prediction made at a time, with the outcome of its run."""
+    import pandas  # imported late, so that main can say what to install
 
     row |= {"name": name_of(row["model"]), "D": human(row["tokens"]), "half": (row["high"] / row["low"]) ** 0.5 - 1}
     run = runs[(runs.model == row["model"]) & (runs["size"] == row["size"]) & (runs.tokens == row["tokens"])]
@@ -211,7 +212,7 @@ def beside_its_run(row, time, runs):
 
 
 def verdict(rows, words):
-    """Point 3: what became of a group of predictions, of which two thirds have to be inside."""
+    """Point 3: how many of a group of predictions held; two thirds have to lie in their intervals."""
     known = [row for row in rows if "measured" in row]
     inside = sum(row["inside"] == "yes" for row in known)
     needed = math.ceil(len(rows) * 2 / 3)
@@ -231,7 +232,7 @@ def verdict(rows, words):
 # ------------------------------------------------------------------------------------------------------------- the page
 
 def in_words(interval, template=RATIO, of=float):
-    """An interval in words, of(value) for each; UNKNOWN unless it has ends."""
+    """An interval in words, `of` applied to each value; UNKNOWN unless all are finite."""
     if interval is None or not np.isfinite(interval).all():
         return UNKNOWN
     low, middle, high = map(of, interval)
@@ -239,7 +240,7 @@ def in_words(interval, template=RATIO, of=float):
 
 
 def trend(interval, per):
-    """What a slope of log2 per doubling says, in percent."""
+    """What a slope of log2 per doubling means, in percent."""
     words = in_words(interval, "{:+.1f}% ({:+.1f} .. {:+.1f}) per doubling", lambda x: 100 * (2**x - 1))
     if words == UNKNOWN or interval[0] <= 0 <= interval[2]:
         return f"whether that falls or rises with {per} {UNKNOWN}" + f": {words}" * (words != UNKNOWN)
@@ -247,7 +248,8 @@ def trend(interval, per):
 
 
 def sentence_of_tokens(found, families, least, other):
-    """Point 1: what the first family needs of another's tokens, in the middle of the sizes and budgets of both."""
+    """Point 1: the ratio of tokens, the first family's over another's, in the middle of the sizes and budgets of
+    both."""
     first, *_ = families
     sizes = fit.common_sizes(families[first], families[other])
     if len(sizes) < 2:
@@ -262,7 +264,7 @@ def sentence_of_tokens(found, families, least, other):
 
 
 def sentence_of_compute(found, families, other):
-    """Point 2: what it needs of another's compute on the frontier."""
+    """Point 2: the ratio of compute on the frontier, the first family's over another's."""
     first, *_ = families
     b = families[other]
     largest = f"{name_of(other)} {b.sizes[-1]} after {human(b.D[-1, -1])} tokens"
@@ -278,7 +280,8 @@ def sentence_of_constants(found, model):
 
 
 def at_half_rate(runs, families, draws):
-    """Sentences: is the ratio of tokens another one at half the rates? Of one seed, with the noise of the families."""
+    """Sentences: does the ratio of tokens change at half the learning rates? From one seed, with the noise of the
+    families."""
     first, *others = families
     rng = np.random.default_rng(0)
     runs = reported(runs)
@@ -291,7 +294,7 @@ def at_half_rate(runs, families, draws):
         losses = losses.reindex([(first, half), (other, half), (first, size), (other, size)]).dropna(axis=1)
         D = np.tile(losses.columns.to_numpy(float), (4, 1))
         changes = []
-        for _ in range(draws if D.shape[1] > 3 else 0):  # a cubic goes through four
+        for _ in range(draws if D.shape[1] > 3 else 0):  # a cubic needs four budgets
             log_L = np.log(losses.to_numpy(float))
             log_L[0::2] += fit.trunks(rng, families[first], D[:2])
             log_L[1::2] += fit.trunks(rng, families[other], D[:2])
@@ -317,7 +320,7 @@ def controls_of(runs, args, families):
 
 
 def by_other_choices(runs, args, families):
-    """{words: quantities} of other least budgets, and of N with the embedding."""
+    """{words: quantities} with another smallest budget, and with an N that includes the embedding."""
     found = {}
     for least, with_embedding in (args.least / 2, False), (args.least * 2, False), (args.least, True):
         others, _ = families_of(runs, list(families), least * MB, with_embedding)
@@ -388,7 +391,8 @@ def panels(found, families, least, rows):
 
 
 def page(runs, args, out):
-    """The pages.Page of a sweep; out: its path without ending, beside which predictions and simulation are read."""
+    """The pages.Page of a sweep; out: its path without ending; predictions and simulation are read from the same
+    folder."""
     from experiments.report import POINTS
 
     least = args.least * MB
@@ -432,13 +436,13 @@ def page(runs, args, out):
 @dataclass
 class Options:
     sweep: Path  # a sweep's folder, or the .json that this program or the sweep's report wrote
-    models: list[str] = ()  # the first is compared with each other; none: all
-    least: Positive = 1.0  # MB of the least budget that is fitted
+    models: list[str] = ()  # the first is compared with each of the others; none given: all
+    least: Positive = 1.0  # MB of the smallest budget that is fitted
     draws: Count = 200  # simulated sweeps per form of the law
     out: Path = None  # page, figure and points.csv, without ending (law/report in the folder, or beside the file)
     control: Path = None  # folder or .json of `sweep.py law_4096`
     accept_code: tuple[str, ...] = ()  # runs of this other code count too; the page says so
-    predict: Path = None  # a file: write the losses of `sweep.py law_predicted` to it, and no page
+    predict: Path = None  # write the predicted losses of `sweep.py law_predicted` to this file, and no page
 
     ARGUMENTS = ("models",)
 

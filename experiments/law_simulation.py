@@ -2,9 +2,9 @@
 
     python experiments/law_simulation.py results/law/simulation.json
 
-Each form of the law is the truth of a third of the sweeps. Trunks are correlated, runs have the costs of their learning
-rates' errors and a misfit that no form has. Quantities are those of fit.analyse; the losses that are predicted are of
-runs that are drawn after the prediction. alpha is counted where the truth's term of N is a power.
+Each form of the law is the truth of a third of the sweeps. Trunks are correlated; losses include what errors of the
+learning rates cost, and a misfit that no form has. Quantities are those of fit.analyse; the losses that are predicted
+are of runs that are drawn after the prediction. alpha is counted where the truth's term of N is a power.
 """
 
 import re
@@ -111,7 +111,7 @@ def main(argv):
     rows = []
     for i in range(args.sweeps):
         rows += simulate(i, args.draws)
-        if i % 30 == 29 or i + 1 == args.sweeps:  # it may be stopped
+        if i % 30 == 29 or i + 1 == args.sweeps:  # saved on the way: it may be stopped
             save(rows, args, i + 1)
     print(coverage(args.record))
 
