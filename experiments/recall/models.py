@@ -259,7 +259,7 @@ class Recall(LM):
 
     def __init__(self, config):
         super().__init__(config)
-        if config.model == "attention":  # the others tell the order of tokens without
+        if config.model == "attention":  # the others know the order of tokens without
             self.positions = Positions(config.block_size, config.n_embd)
             nn.init.normal_(self.positions.weight, std=0.02)
 

@@ -14,8 +14,8 @@ resumes, and one with more seeds, lengths or mixers adds to the same sweep. Your
 MIXERS of experiments/recall/models.py.
 
 The published protocol is one seed, and the best of four learning rates on the very examples that also say when to stop.
-Here other examples are reported, and `--seeds=1,2,3` adds what the protocol does not show, the spread. Whether two
-mixers solve a task is a coarse question: 3 of 3 seeds against 1 of 3 is p = 0.40. Steps to half of it say more.
+Here other examples are reported, and `--seeds=1,2,3` adds what the protocol does not show, the spread. Counting which
+seeds solve a task is coarse: 3 of 3 against 1 of 3 is p = 0.40. Steps to half of the queries say more.
 """
 
 import sys
@@ -58,7 +58,7 @@ PRESETS = {
     # Which one learns it sooner: steps to half of the queries, six seeds each.
     "sooner": Preset({128: ("mamba", "longhorn")}, widths=(64,), lrs=(4.6e-3, 1e-2, 2.2e-2), seeds=tuple(range(11, 17)),
                      args=("--batch_examples=128", "--epochs=3", "--eval_interval=65")),
-    # States of 256 and 1,024 numbers per layer: what a step is worth shows where the state is small.
+    # States of 256 and 1,024 numbers per layer: the value of a step shows when the state is small.
     "steps": Preset(dict.fromkeys((64, 128), STEPS), widths=(16, 32), lrs=(1e-2,), seeds=(1, 2, 3), args=(
         "--batch_examples=128", "--train_examples=48000", "--epochs=2", "--schedule=cosine", "--warmup_iters=50",
         "--eval_interval=125")),
@@ -73,9 +73,9 @@ PRESETS = {
 class RecallRun(Run):
     preset: Literal[tuple(PRESETS)] = "laptop"  # see above
     mixers: tuple[str, ...] = ()  # (the preset's at each T)
-    Ts: tuple[Count, ...] = ()  # lengths; one that the preset lacks gets the mixers of its first
+    Ts: tuple[Count, ...] = ()  # lengths; those that the preset lacks get the mixers of its first length
     widths: tuple[Count, ...] = ()  # (the preset's)
-    lrs: tuple[Positive, ...] = ()  # learning rates, of which the best counts (the preset's)
+    lrs: tuple[Positive, ...] = ()  # learning rates; the best one counts (the preset's)
     seeds: tuple[Whole, ...] = ()  # (the preset's)
 
 

@@ -6,7 +6,7 @@
     difference        = between the recalls of two mixers, with Welch's 95% interval over the seeds
 
 The learning rate is chosen on the test set that also decides when to stop; recall is measured on other examples, drawn
-for the report alone. The paper's Figure 4 has no numbers, so none are compared with here.
+for the report alone. The paper's Figure 4 has no numbers to compare with.
 """
 
 import functools
@@ -41,8 +41,8 @@ COLUMNS = {"T": "{T}", "pairs": "{pairs}", **PLACE, "recall": "{shown}", "best r
 def summarise(runs):
     """The points of Figure 4: a row per T, width and mixer, in this order, at its best learning rate.
 
-    Only rates that the largest number of seeds have ended compete. A run that diverged answers nothing and never gets
-    there; without it, a rate would be judged by the seeds that survived it.
+    Only rates at which the largest number of seeds have ended compete. A run that diverged counts as answering nothing
+    and never getting there; otherwise a rate would be judged by its surviving seeds.
     """
     diverged = runs.left_out.str.contains("it diverged")
     counted = runs[(runs.left_out == "") | diverged].sort_values("seed")
@@ -90,8 +90,8 @@ def pooled(shares):
 
 
 def mann_whitney(a, b):
-    """Two-sided p that two samples have the same distribution, exact also with ties; inf ties with inf."""
-    ranks = (2 * rankdata([*a, *b])).astype(int).tolist()  # doubled, so that those of ties are integers
+    """Two-sided p that two samples have the same distribution, exact even with ties; inf ties with inf."""
+    ranks = (2 * rankdata([*a, *b])).astype(int).tolist()  # doubled, so that ties have integer ranks
     ways = [Counter({0: 1})] + [Counter() for _ in a]  # ways[k][s]: how many choices of k ranks have the sum s
     for rank in ranks:
         for k in reversed(range(len(a))):
@@ -146,7 +146,7 @@ def parts(points):
 
 
 def panels(points):
-    """Recall against width, a panel per T; of one width, a line per mixer with its seeds."""
+    """Recall against width, a panel per T; if there is one width, a line per mixer with its seeds."""
     drawn = []
     for T, group in points.groupby("T"):
         title = f"T = {T}, {group.pairs.iloc[0]} pairs"

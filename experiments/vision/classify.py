@@ -190,7 +190,7 @@ class Vision(LM):
                              "choose another of the two")
         config = replace(config, block_size=tokens_of(config))
         check_sizes(config)
-        seed = torch.randint(2**31, ())  # first: constructors of PyTorch use up random numbers
+        seed = torch.randint(2**31, ())  # first, since constructors of PyTorch consume random numbers
         d, self.config, self.average = config.n_embd, config, None
         norm = NORMS.get(config.model, RMSNorm)
         pixels = config.channels * config.patch_size**2
@@ -205,7 +205,7 @@ class Vision(LM):
         self.blocks = nn.ModuleList(blocks)
         for block in blocks:
             branches = list(block.branches)
-            del block.branches  # as submodules they are those of `layers`
+            del block.branches  # they are submodules of `layers` instead
             block.branches = branches
         self.embed_norm, self.norm = nn.Identity(), norm(config)
         self.head = linear(d, config.vocab_size, start=normal(0.02), bias=constant(0.0))
@@ -253,8 +253,8 @@ class Vision(LM):
     # ---------------------------------------------------------------------------------------- average of the weights
 
     def keep_average(self):
-        """Keep an exponential average of the weights, with decay config.ema, from the present ones on. Call it on the
-        final device."""
+        """Keep an exponential average of the weights, with decay config.ema, starting from the current ones. Call it on
+        the final device."""
         average = AveragedModel(self, multi_avg_fn=get_ema_multi_avg_fn(self.config.ema))
         average.n_averaged += 1  # start from the current weights
         object.__setattr__(self, "average", average)  # not a submodule, which would be trained and counted

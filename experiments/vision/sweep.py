@@ -6,7 +6,7 @@
     python experiments/vision/sweep.py run --config=cifar   config/{vil,vim,vit}_cifar.py, on a GPU; tiny: ImageNet's
 
 Any other --key=value goes to every run. Stop it at any moment: the same command resumes. The control `forward` has its
-class token in the middle and reads no further: where the reverse scan did not run, `separate` would score as it does.
+class token in the middle and reads no further: if the reverse scan did not run, `separate` would score the same.
 """
 
 import sys
@@ -53,8 +53,8 @@ def cells_of(config, seeds, extra=()):
 
 
 def speed(cells):
-    """{variant: images per second} of forward and backward of a micro-batch, the variants in turn; the median. On a CPU
-    with one thread."""
+    """{variant: images per second} of forward and backward on a micro-batch: the median, with the variants in turn. On
+    a CPU with one thread."""
     import torch
 
     from bench.measure import Cpu, Gpu, Pass, time_contenders
