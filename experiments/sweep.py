@@ -9,13 +9,13 @@
     python experiments/sweep.py report out/duel_longhorn_mamba           from the records alone
 
 Stop it at any moment: the same command resumes. More seeds, sizes, budgets or families join the same folder, and what
-has finished is not run again. --cluster=slurm and --cluster=ray run it on many machines. How a preset comes to its
-numbers: docs/experiments.md.
+has finished is not run again. --cluster=slurm and --cluster=ray run it on many machines. docs/experiments.md explains
+the numbers of a preset.
 
-A model of your own takes part with its entry in model.py's FAMILIES and its config/<model>_laptop.py. Settings of one
-family's runs come after an @: `duel deltanet deltanet@step=implicit,normalize_keys=false`. NAME@WORD is the family NAME
-under another name, with other seeds: `duel longhorn longhorn@again` should find no difference. Any other --key=value
-goes to every run (`--wandb=offline`, `--dtype=float32`).
+A model of your own takes part once it has an entry in model.py's FAMILIES and a config/<model>_laptop.py. Settings of
+one family's runs come after an @: `duel deltanet deltanet@step=implicit,normalize_keys=false`. NAME@WORD is the family
+NAME under another name, with other seeds: `duel longhorn longhorn@again` should find no difference. Any other
+--key=value goes to every run (`--wandb=offline`, `--dtype=float32`).
 """
 
 import functools
@@ -45,8 +45,8 @@ from runtime.records import BadRecord, is_finished  # noqa: E402
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv")  # of the paper's Table 1
 SET_BY_THE_SWEEP = ("out_dir", "resume", "model", "pattern", "seed", "max_iters", "learning_rate", "warmup_iters",
                     "schedule", "min_lr", "branch", "keep_steps")
-FIRST_SEED, LABELLED = 1001, 1000  # seeds of the search are 1, 2 ...; NAME@WORD has seeds LABELLED higher, or its
-# runs would be NAME's; NAME@key=value has NAME's seeds, and thereby the same tokens in the same order
+FIRST_SEED, LABELLED = 1001, 1000  # seeds of the search are 1, 2 ...; NAME@WORD has seeds LABELLED higher, so that
+# its runs differ from NAME's; NAME@key=value has NAME's seeds, so the same tokens in the same order
 EXTENSIONS = 3  # rates that a search may add beyond its edge
 
 
@@ -56,12 +56,12 @@ class Size:
 
     argv: tuple = ()
     steps: int = None  # the budget of every reported seed; None: the config's own schedule
-    budgets: tuple = ()  # further ones: the curve that multipliers are read off. Longer ones: of the first two seeds
-    seeds: int = 1  # reported
-    search: int = 0  # seeds of the search for a rate; 0: it follows from the sizes before, see rate_by_width
-    rates: int = 4  # that a search begins with
+    budgets: tuple = ()  # further budgets, for the curve of the multipliers; longer ones only for the first two seeds
+    seeds: int = 1  # reported seeds
+    search: int = 0  # seeds of the search for a rate; 0: the rate follows from the sizes before, see rate_by_width
+    rates: int = 4  # rates that a search begins with
     search_steps: int = None  # the budget of a search; None: half of `steps`
-    times: float = 1.0  # its rate, in units of the one that follows from the sizes before
+    times: float = 1.0  # factor on the rate that follows from the sizes before
     mlp: dict = field(default_factory=dict)  # {family: mlp_multiple}, where rounding makes a family larger or smaller
     config: str = "laptop"
 
@@ -70,11 +70,11 @@ class Size:
 class Preset:
     sizes: dict  # label: Size; those with a search before those whose rate follows from it
     models: tuple = FAMILIES
-    warmup: int = 0  # steps of every run, 5% of half the budget: runs that differ in it could not be branches
-    rate_times_width: float = 0.36  # in the middle of the rates that the first size tries
+    warmup: int = 0  # steps of every run, 5% of half the budget; the same for all, or none could branch from another
+    rate_times_width: float = 0.36  # centre of the first size's learning-rate grid, times width
     args: tuple = ()  # for every run
-    families: dict = field(default_factory=dict)  # {family: fields of all its sizes that are other than in `sizes`}
-    one_by_one: bool = False  # a family and size after the other, and no cosine; else the first seed of everything
+    families: dict = field(default_factory=dict)  # {family: fields of its sizes that differ from `sizes`}
+    one_by_one: bool = False  # one family and size after the other, no cosine; else each seed of everything in turn
     folder: str = ""  # in out/, unless --out is given; "": scaling_<name>
 
     def size(self, model, label):
@@ -86,12 +86,12 @@ S = ("--n_layer=2", "--n_head=1", "--n_embd=64")
 M = ("--n_layer=2", "--n_head=2", "--n_embd=128")
 L = ("--n_layer=3", "--n_head=3", "--n_embd=192")
 XL = ("--n_layer=4", "--n_head=4", "--n_embd=256")
-# Evaluated once, at its end, on windows as long as those of training; a checkpoint each half minute.
+# Runs are evaluated once, at the end, on windows as long as in training, and save a checkpoint every half minute.
 LAPTOP = ("--eval_block_size=0", "--eval_interval=0", "--eval_tokens=131072", "--final_eval_tokens=131072",
           "--log_interval=32", "--checkpoint_interval=256", "--keep_checkpoints=1")
-# All held-out text. Products in float32: without instructions for bfloat16 they are five times as fast (Zen 3).
+# Evaluated on all held-out text. Products in float32, which is five times as fast on a CPU without bfloat16 (Zen 3).
 LAW_ARGS = (*LAPTOP, "--eval_tokens=0", "--final_eval_tokens=0", "--dtype=float32")
-LAW_STEPS, LAW_OTHERS = 16384, (512, 1024, 2048, 4096, 8192)  # 1,024 are 1 MB
+LAW_STEPS, LAW_OTHERS = 16384, (512, 1024, 2048, 4096, 8192)  # 1,024 steps read 1 MB
 LAW = {
     "130K": Size(S, LAW_STEPS, LAW_OTHERS, seeds=2, search=2, search_steps=2048,
                  mlp={"llama": 212, "gla": 204, "rwkv": 248, "gated_deltanet": 208}),
@@ -123,12 +123,12 @@ PRESETS = {
     "laptop": Preset(warmup=26, args=LAPTOP, sizes={
         "460K": Size(M, 1024, (256, 512), seeds=5, search=2), "1.5M": Size(L, 1024, (256, 512), seeds=3)}),
     "law": OF_LAW,
-    # What `law` is where there are GPUs: up to the paper's 120M
+    # `law` for GPUs: up to the paper's 120M
     "law_gpu": Preset(models=LAW_FAMILIES, warmup=30, rate_times_width=0.5, one_by_one=True, sizes={
         "8M": rung(7, 128, 8.0, search=2), "15M": rung(10, 192, 14.6, search=2),
         "30M": rung(10, 320, 29.4, search=1, rates=3), "60M": rung(10, 512, 59.3), "120M": rung(12, 768, 128.6)}, args=(
             "--eval_interval=0", "--eval_tokens=0", "--log_interval=20", "--keep_checkpoints=1")),
-    # To be run after its losses were predicted: the first seed's runs to 28 MB, and a larger size.
+    # Run this after its losses were predicted: the first seed's runs to 28 MB, and a larger size.
     "law_predicted": replace(OF_LAW, models=("longhorn", "mamba", "llama"), families={}, sizes={
         "130K": replace(LAW["130K"], steps=28672, budgets=(), seeds=1),
         "460K": replace(LAW["460K"], steps=28672, budgets=(), seeds=1),
@@ -150,7 +150,7 @@ PRESETS = {
 # ----------------------------------------------------------------------------------------------------------------- plan
 
 def load(argv):
-    """The settings that `argv` gives train.py, with paths relative to the repository; read once, so nobody may change
+    """The settings that `argv` gives train.py, with paths relative to the repository; read once, so do not change
     them."""
     paths = [str(REPO / a) if a.endswith(".py") and not a.startswith("--") else a for a in argv]
     return load_once(tuple(paths))
@@ -164,9 +164,8 @@ def load_once(argv):
 
 
 def base_arguments(preset, model, size):
-    """What every run of a family at a size has: its config file, and what size, preset and family change in it.
-
-    Raises ConfigError where there is no such file, or it is of another family.
+    """The arguments of every run of a family at a size: its config file, and what size, preset and family change in it.
+    Raises ConfigError if there is no such file, or it sets another family.
     """
     s = preset.sizes[size]
     family = stem(model)
@@ -189,7 +188,7 @@ def base_arguments(preset, model, size):
 
 
 def safe_name(text):
-    """A text as part of a path."""
+    """A text made safe as part of a path."""
     return re.sub(r"[^\w.@-]+", "_", text)
 
 
@@ -213,12 +212,12 @@ def make_cell(preset, stage, model, size, steps=None, rate=None, seed=None):
 
 
 def seed_cells(preset, model, size, rate, seed, budgets, folder=REPO / "out"):
-    """The runs of a seed at all budgets: the longest from scratch, or from what `folder` has already, the others from
-    it. What has begun goes on as it began."""
+    """The runs of a seed at all budgets: the longest from scratch, or from a checkpoint in `folder`, and the others as
+    its branches. Runs that have begun keep their arguments."""
     from train import decay_steps
 
     cells = [make_cell(preset, "seed", model, size, steps, rate, seed) for steps in sorted(budgets, reverse=True)]
-    ends = {c.name: c.at["steps"] - decay_steps(load(c.argv)) for c in cells}  # where another budget can leave it
+    ends = {c.name: c.at["steps"] - decay_steps(load(c.argv)) for c in cells}  # where another budget can branch off
     plan = runner.read_plan(folder, new=True)["cells"]
     kept = kept_checkpoints(folder, plan, cells[0].at)
     for c in cells:
@@ -240,12 +239,12 @@ def seed_cells(preset, model, size, rate, seed, budgets, folder=REPO / "out"):
 
 
 def numbers(text):
-    """The numbers of --keep_steps=1,2; none of None."""
+    """The numbers of --keep_steps=1,2; None has none."""
     return list(map(int, text.split(","))) if text else []
 
 
 def kept_checkpoints(folder, plan, at):
-    """{step: name of a finished cell that kept it} of those in the plan that have the family, size, rate and seed of
+    """{step: name of a finished cell that kept it}, for cells of the plan with the family, size, rate and seed of
     `at`."""
     from runtime.checkpoint import steps as steps_of
 
@@ -265,8 +264,8 @@ def seed_offset(model):
 def reported_cells(preset, rates, folder=REPO / "out"):
     """All runs that are reported, at rates {(model, size): rate}: the first seed of everything, then the second ...
 
-    The first family also gets one cosine per size, from scratch: does the schedule change the loss? Of a preset that is
-    run one by one, all of a family's sizes, each with all its seeds, come before the next family.
+    The first family also gets one cosine per size, from scratch: does the schedule change the loss? If a preset is run
+    one by one, all of a family's sizes, each with all its seeds, come before the next family.
     """
     sizes = list(preset.sizes)
     places = []
@@ -327,8 +326,8 @@ def search_cells(preset, model, size, rates):
 
 
 def searched(folder, cells):
-    """BestRate of a search by the first half of the files; None without a usable run, or while a run is missing, which
-    failed: it would move the choice."""
+    """BestRate of a search by the first half of the files; None if no run is usable, or while the result of one is
+    missing, since it could move the choice."""
     losses = {}
     for cell in cells:
         try:
@@ -342,9 +341,9 @@ def searched(folder, cells):
 
 
 def search(preset, folder, size, grids, go):
-    """{model: BestRate, None without one} at a size; grids {model: the rates to begin with} go on beyond their edge.
-
-    Rates that an earlier command tried beyond them do not count: the choice is the same however often it is stopped.
+    """{model: BestRate or None} at a size; grids {model: the rates to begin with} are extended beyond an edge where the
+    best lies. Rates that an earlier command tried beyond them do not count, so the choice is the same no matter how
+    many times a search is stopped.
     """
     bests = {}
     while grids:
@@ -360,9 +359,8 @@ def search(preset, folder, size, grids, go):
 
 
 def find_rates(preset, folder, go, plan_only=False):
-    """{(model, size): rate}; `go(cells)` runs what a search needs. A rate at which seeds are reported already stays.
-
-    plan_only: `go` runs nothing, and a search without a usable run has its middle rate.
+    """{(model, size): rate}; `go(cells)` runs what a search needs. A rate at which seeds are already reported stays.
+    plan_only: `go` runs nothing, and a search without a usable run takes its middle rate.
     """
     plan = runner.read_plan(folder, new=True)["cells"]
     known = {(at["model"], at["size"]): at["learning_rate"] for at in plan.values() if at["stage"] == "seed"}
@@ -393,7 +391,7 @@ START_SECONDS = 8.0  # imports, the check at the start, the evaluation
 
 
 def vocabulary(dataset):
-    """The vocab_size that train.py gives a model for `dataset`; bytes', 256, if the dataset is not prepared yet."""
+    """The vocab_size that train.py gives a model for `dataset`; 256, for bytes, if the dataset is not prepared yet."""
     from data.mixture import parse_mixture
     from data.prepared import find_dataset
 
@@ -405,9 +403,8 @@ def vocabulary(dataset):
 
 
 def estimate(cells):
-    """Set parameters, embedding, tokens and flops of every cell, and `seconds`, by which it shares the time left.
-
-    Raises ConfigError where a config does not make a model.
+    """Set parameters, embedding, tokens, flops and `seconds` of every cell; `seconds` estimates its share of the time
+    left. Raises ConfigError if a config does not make a model.
     """
     import torch
 
@@ -438,7 +435,7 @@ def estimate(cells):
 
 
 def whole_path(setting):
-    """--dataset=FOLDER with the whole path: a run begins in the repository's folder."""
+    """--dataset=FOLDER with an absolute path, since runs start in the repository's folder."""
     key, _, value = setting.partition("=")
     if key == "--dataset" and Path(value).is_dir():
         return f"{key}={Path(value).resolve()}"
@@ -446,7 +443,7 @@ def whole_path(setting):
 
 
 def check_data(cells):
-    """Open the data of every context: what is missing is said now, in one line, and not by every run."""
+    """Open the data of every context, so that missing data is reported now, in one line, and not by every run."""
     from data.mixture import parse_mixture
     from data.prepared import Tokens, find_dataset
 
@@ -456,7 +453,7 @@ def check_data(cells):
 
 
 def check_settings(cells):
-    """Raises ConfigError where train.py would, and where configs differ in what must not differ within a sweep."""
+    """Raises ConfigError if train.py would, or if configs differ in what must not differ within a sweep."""
     from train import check
 
     first = {}  # setting: (family, value)
@@ -476,7 +473,7 @@ def check_settings(cells):
 
 def sizes_of(text, known, check_set):
     """{label: arguments} of LABEL:key=value,key=value; {label: None} for known labels, joined by commas. Raises
-    ConfigError, also where check_set(arguments) does."""
+    ConfigError, also if check_set(arguments) does."""
     label, colon, changes = text.partition(":")
     argv = tuple(f"--{change}" for change in changes.split(","))
     if not colon and known.keys() >= {*text.split(",")}:
@@ -496,13 +493,13 @@ class SweepRun(Run):
     sizes: list[str] = ()  # labels of the preset, joined by commas, or a new size as LABEL:key=value,key=value, with
     # the runs of the preset's first; give the option once per new size
     steps: Count = None  # the budget of every seed, in optimizer steps
-    budgets: tuple[Count, ...] = ()  # further budgets; longer ones: of the first two seeds
-    seeds: Count = None  # how many are reported, at every size
+    budgets: tuple[Count, ...] = ()  # further budgets; longer ones only for the first two seeds
+    seeds: Count = None  # number of reported seeds, at every size
     search: Count = None  # seeds of the search for a learning rate, at every size
     nproc: Count = None  # processes per run (1; paper: one per GPU)
     gpu: str = ""  # with --dry-run: plan for such GPUs, which need not be here (H100, A100-40GB, RTX 4090 ...)
     gpus: Count = 8  # how many of them
-    style: Path = None  # FILE.mplstyle of the figures, over ours
+    style: Path = None  # FILE.mplstyle for the figures, applied over ours
 
     ARGUMENTS = ("models",)
     OTHERS = "any other --key=value is train.py's and goes to every run"
@@ -512,7 +509,7 @@ class SweepRun(Run):
 class SweepReport(Report):
     out: Path = None  # where to write (the sweep's folder, or out/<name>_report)
     save: bool = False  # write the sweep to results/<name>.json, page and figures to results/<name>/
-    style: Path = None  # FILE.mplstyle of the figures, over ours
+    style: Path = None  # FILE.mplstyle for the figures, applied over ours
 
 
 class Sweep(Experiment):
@@ -565,7 +562,7 @@ class Sweep(Experiment):
         return {label: [*size.argv] for label, size in self.preset.sizes.items()}
 
     def check_sizes(self, before):
-        """Raises ConfigError where an earlier command had another size of a label."""
+        """Raises ConfigError if an earlier command used a label for another size."""
         known = before.get("sizes", {})
         for label, argv in self.sizes().items():
             if known.get(label, argv) != argv:
@@ -583,7 +580,7 @@ class Sweep(Experiment):
     def work(self, planned):
         preset = self.preset
         families = [(model,) for model in preset.models] if preset.one_by_one else [preset.models]
-        for models in families:  # what is searched and reported before the next begins
+        for models in families:  # each group is searched and reported before the next begins
             part = replace(preset, models=models)
             self.go(reported_cells(part, find_rates(part, self.folder, self.go), self.folder))
 
@@ -605,7 +602,7 @@ class Sweep(Experiment):
         super().say_plan(cells, jobs, where)
 
     def say_commands(self, cells):
-        """Of the paper's cells all, for a node of eight GPUs unless others are named."""
+        """For the preset paper, print the commands of all cells, for a node of --gpus GPUs."""
         if not cells or self.args.command != "paper":
             return super().say_commands(cells)
         for c in cells:
@@ -632,10 +629,10 @@ class Sweep(Experiment):
         for text in args.sizes or [",".join(preset.sizes)]:
             for label, argv in sizes_of(text, preset.sizes, self.check_set).items():
                 size = replace(first, argv=argv) if argv else preset.sizes[label]
-                if not sizes and not size.search:  # the rate followed from another size's
+                if not sizes and not size.search:  # its rate would follow from a size that is not here
                     size = replace(size, search=first.search, search_steps=first.search_steps)
                 sizes[label] = replace(size, **changes)
-        families = {}  # what the command line says is said of all
+        families = {}  # the command line's settings are for all
         for family, fields in preset.families.items():
             families[family] = {key: value for key, value in fields.items() if key not in changes}
         return replace(preset, sizes=sizes, models=models, families=families,

@@ -3,7 +3,8 @@
 A cell locks its folder, resumes bit for bit, and is finished once its result.json exists. So an engine may kill,
 requeue or move a cell, and keeps no list of finished ones. Every engine has these methods:
 
-    adopt(names, total)     the names whose jobs, submitted by an earlier driver, still wait or run; total: of all cells
+    adopt(names, total)     the names of cells that an earlier driver submitted and that still wait or run; total: of
+    all cells
     start(name, command)    submit a cell. Raises ConfigError if the cluster refuses it
     look()                  {name: (state, retry)} of the submitted cells. Until a cell ends, retry is None and state is
                             "queued", "running" or the reason why it waits. Then state says how it ended and retry
@@ -53,7 +54,7 @@ def new_process(output, command, **env):
 
 
 def signal_group(pid, number):
-    """Send a signal to a cell's process group; SIGKILL also to those of its children, as torchrun gives them."""
+    """Send a signal to a cell's process group; SIGKILL also to its children's groups, which torchrun creates."""
     pids = [pid]
     if number == signal.SIGKILL:
         for path in Path(f"/proc/{pid}/task").glob("*/children"):  # Linux
@@ -85,7 +86,8 @@ class Local:
         self.pool, self.cells = ThreadPoolExecutor(jobs), {}
 
     def adopt(self, names, total):
-        """None: cells stop with their driver. Threads per cell depend on `total`, so a restart does not change them."""
+        """There are none: cells stop with their driver. Threads per cell depend on `total`, so a restart does not
+        change them."""
         self.threads = max(1, cores() // min(self.jobs, total) // self.nproc)
         return []
 
@@ -117,12 +119,13 @@ class Local:
 # ------------------------------------------------------------------------------------------------------------ clusters
 
 def mark(folder):
-    """The suffix of a sweep's job names, by which a later driver recognises them."""
+    """The suffix of a sweep's job names, so that a later driver recognises them."""
     return f"@{zlib.crc32(str(folder).encode()):08x}"
 
 
 class Slurm:
-    """One job per cell; options: of sbatch. <folder>/slurm/ holds the scripts, and the output of sbatch and srun."""
+    """One job per cell; options: those of sbatch. <folder>/slurm/ holds the scripts, and the output of sbatch and
+    srun."""
 
     poll_seconds = 10.0
     ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "FORGOTTEN", "NODE_FAIL", "OUT_OF_MEMORY",
@@ -137,7 +140,7 @@ class Slurm:
         self.folder, self.mark, self.nproc, self.ids, self.stopping = folder, mark(folder), nproc, {}, False
         self.executor = submitit.SlurmExecutor(folder / "slurm")
         self.executor.update_parameters(time=None, setup=[f"NPROC={nproc}", *self.SETUP], additional_parameters={
-            "requeue": True, "chdir": REPO, "signal": "TERM@120", **options})  # without time: the partition's
+            "requeue": True, "chdir": REPO, "signal": "TERM@120", **options})  # no time: the partition's limit
 
     def jobs_by_cell(self):
         """{cell: (id, state, reason, exit status)} of each cell's newest job. Raises ConfigError."""
@@ -180,7 +183,7 @@ class Slurm:
             else:
                 states[name] = "running", None
         self.ids = {name: job for name, job in self.ids.items() if states[name][1] is None}
-        if self.stopping and self.nproc == 1:  # repeated: a job whose step has not begun missed it
+        if self.stopping and self.nproc == 1:  # repeat it: a job whose step had not begun missed it
             self.scancel("--signal=TERM")
         return states
 
@@ -220,7 +223,7 @@ class RayCell:
 
 
 class Ray:
-    """One actor per cell; options: of actors, such as num_cpus and num_gpus.
+    """One actor per cell; options: those of actors, such as num_cpus and num_gpus.
 
     address: HOST:PORT or ray://HOST:PORT; "": the cluster that this machine is in, or else this machine alone.
     """
@@ -250,7 +253,7 @@ class Ray:
         for full_name in self.ray.util.list_named_actors():
             name, known, _ = full_name.partition(self.mark)
             if known and name in names:
-                with contextlib.suppress(ValueError):  # the actor has just gone
+                with contextlib.suppress(ValueError):  # the actor has just ended
                     self.watch(name, self.ray.get_actor(full_name))
         return list(self.cells)
 
@@ -305,7 +308,8 @@ def cluster_options(cluster, cluster_args):
 
 
 def open_engine(cluster, cluster_args, folder, jobs, nproc=1, gpus=()):
-    """The engine for --cluster; jobs: cells at a time, on a cluster 0: all. Raises ConfigError if it is not there."""
+    """The engine for --cluster; jobs: cells at a time, on a cluster 0: all. Raises ConfigError if the cluster cannot be
+    reached."""
     (kind, address, options), folder = cluster_options(cluster, cluster_args), Path(folder).resolve()
     try:
         engine = (Local(folder, jobs, nproc, gpus) if not kind else

@@ -1,7 +1,7 @@
-"""The one driver: what scaling, recall, images, extrapolation and edits have alike as programs.
+"""The one driver: what the programs for scaling, recall, images, extrapolation and edits share.
 
-An experiment states its settings and its cells (runner.py). Here stand the commands, the plan, the run of what has no
-final record yet, the report and the exit code.
+An experiment states its settings and its cells (runner.py). This module has the commands, the plan, the loop over runs
+without a final record, the report and the exit code.
 """
 
 import inspect
@@ -46,9 +46,9 @@ class Run(Where):
 
 @dataclass
 class Report:
-    """Settings of `report`, which reads records alone."""
+    """Settings of `report`, which reads only records."""
 
-    folder: Path  # of the sweep, or the .json that a report wrote
+    folder: Path  # the sweep's folder, or the .json that a report wrote
     out: Path = None  # name of the files without endings (report, in the folder)
     accept_code: tuple[str, ...] = ()  # compare runs of this other code with the rest; the report says so
 
@@ -56,21 +56,21 @@ class Report:
 class Experiment:
     """One command of an experiment, with its settings `args`.
 
-    A subclass has the attributes below, plan(), and what else differs. Of a command that runs cells there
-    are also `folder`, and `cells`, `failed` {name: reason} of those that ran.
+    A subclass has the attributes below, plan(), and whatever else differs. A command that runs cells also has `folder`,
+    and `cells` and `failed` {name: reason} of those that ran.
     """
 
     script = ""  # its path in the repository
     settings = {}  # {command: dataclass}, or one dataclass
     program = "train.py"  # what runs a cell
-    name = ""  # of its folder in out/, by its settings
-    columns = ()  # of the plan's table: what of a cell's place tells kinds of runs apart
-    estimated = ""  # what is to say about the hours that it takes
-    too_long = "this takes years here"  # and about years
+    name = ""  # name of its folder in out/, from its settings
+    columns = ()  # of the plan's table: the parts of a cell's place that tell kinds of runs apart
+    estimated = ""  # printed after the estimated hours
+    too_long = "this takes years here"  # printed if it takes years
     per_gpu = nproc = 1  # cells on a GPU, processes of a cell
     write = None  # pages.report of its kind and page
-    sets = ()  # settings that it gives each run, which a command may not
-    see = ""  # the settings for them
+    sets = ()  # settings that it gives each run, so a command may not
+    see = ""  # the settings to use instead
 
     @classmethod
     def main(cls, argv):
@@ -94,13 +94,13 @@ class Experiment:
             raise ConfigError(f"stopped: {stopped or 'the same command resumes'}") from None
 
     def check_set(self, argv):
-        """Raises ConfigError for settings of a run that are not the command's to give."""
+        """Raises ConfigError for settings of a run that the command may not give."""
         for key in runner.settings(argv):
             if key in self.sets:
                 raise ConfigError(f"{' '.join(argv)}: the sweep sets {key}; see {self.see}")
 
     def plan(self):
-        """The cells that the command stands for. Raises ConfigError for what does not make a run."""
+        """The cells that the command stands for. Raises ConfigError for settings that do not make a run."""
         raise NotImplementedError
 
     def report(self, folder, out=None):
@@ -112,7 +112,7 @@ class Experiment:
         return self.args.out or runner.REPO / "out" / self.name.format(**vars(self.args))
 
     def about(self):
-        """What the plan says of the whole sweep."""
+        """What the plan says about the whole sweep."""
         return {}
 
     def run(self):
@@ -169,7 +169,7 @@ class Experiment:
             print(f"about {runner.hours(seconds / jobs)}{self.estimated}" if seconds < jobs * YEAR else self.too_long)
 
     def say_commands(self, cells):
-        """Print the command that the sweep would begin with, of the cells that are not finished."""
+        """Print the command that the sweep would begin with: that of the first unfinished cell."""
         if not cells:
             print("nothing was run; all of it is finished")
             return

@@ -1,11 +1,12 @@
-"""The plan of a sweep for GPUs that are named and need not be here: hours, memory and disk.
+"""Plans a sweep for GPUs that need not be here: hours, memory and disk.
 
     seconds = tokens F / (share P G)          F FLOPs per token, P the GPU's bf16 peak, G the GPUs of a run
     memory = 16 N + t (60 L d + 2 V)          bytes: float32 weights, gradients, AdamW's moments; t tokens per
                                               micro-batch, L layers of width d, V the vocabulary (docs/scale.md)
 
-share and memory are those of results/h200 where a record has the family, size, context and micro-batch; else the share
-is ASSUMED, and memory is as above, measured for Longhorn. Left out: communication between GPUs, and evaluations.
+share and memory come from results/h200 if a record has the family, size, context and micro-batch. Else the share is
+ASSUMED, and memory follows the formula above, measured for Longhorn. Left out: communication between GPUs, and
+evaluations.
 """
 
 from collections import Counter
@@ -19,13 +20,13 @@ from experiments.sweeps import runner
 from runtime.records import read_json
 
 RECORDS = Path(__file__).resolve().parents[2] / "results" / "h200"
-ASSUMED = 0.25  # of the peak, where nothing was measured: a little less than Longhorn's
+ASSUMED = 0.25  # share of the peak if nothing was measured: a little less than Longhorn's
 PER_NODE = 8  # GPUs
 COLUMNS = ["model", "size", "parameters", "tokens", "micro-batch", "memory", "of the peak", "a run", "runs"]
 
 
 def torchrun(nproc):
-    """How to start a run of so many processes: the words before train.py."""
+    """The words before train.py that start a run of `nproc` processes."""
     if nproc <= PER_NODE:
         return f"torchrun --standalone --nproc_per_node={nproc}"
     nodes = -(-nproc // PER_NODE)
@@ -72,8 +73,8 @@ def place(cell, config, nproc, gpu, records):
 
 
 def say_plan(cells, configs, gpu, count, nproc):
-    """Print the plan of cells with these configs on `count` GPUs of a name, nproc of them per run. Raises ConfigError
-    for an unknown one."""
+    """Print the plan of cells with these configs on `count` GPUs named `gpu`, nproc of them per run. Raises ConfigError
+    for an unknown name."""
     name = gpus.named(gpu)
     if name is None:
         raise ConfigError(f"--gpu={gpu}: known are {', '.join(gpus.GPUS)}")
@@ -83,7 +84,7 @@ def say_plan(cells, configs, gpu, count, nproc):
     rows, kept = Counter(), 0
     for cell, config in zip(cells, configs, strict=True):
         rows[tuple(place(cell, config, nproc, gpu, records))] += 1
-        kept += 12 * cell.at["parameters"] * (config.keep_checkpoints + 1)  # and the best
+        kept += 12 * cell.at["parameters"] * (config.keep_checkpoints + 1)  # plus the best one
     print(table([COLUMNS, *([*row, str(runs)] for row, runs in rows.items())]))
     flops, tokens = (sum(cell.at[key] for cell in cells) for key in ("flops", "tokens"))
     at_once = max(1, count // nproc)

@@ -46,7 +46,7 @@ class Cell:
     """One run.
 
     name: its folder; argv: its script's arguments; at: its coordinates (model, size, seed ...); seconds: an estimate;
-    after: name of the cell that has to end before; root: another checkout, whose script is run.
+    after: name of the cell that has to end first; root: another checkout, whose script is run.
     """
 
     name: str
@@ -68,9 +68,9 @@ class Cell:
 # ----------------------------------------------------------------------------------------------------------------- plan
 
 def write_plan(folder, cells, **about):
-    """Add cells to folder/plan.json, and what is true of the whole sweep (`about`), of which lists and dicts grow.
+    """Add cells to folder/plan.json, and facts about the whole sweep (`about`), whose lists and dicts grow.
 
-    A cell that has begun keeps the arguments it began with: cell.argv is set to them. Raises ConfigError where the new
+    A cell that has begun keeps the arguments it began with: cell.argv is set to them. Raises ConfigError if the new
     ones would give another result.
     """
     folder = Path(folder)
@@ -96,14 +96,14 @@ def write_plan(folder, cells, **about):
 
 
 def settings(argv, without=()):
-    """{setting: text} of the --key=value in argv, the later one of two; config files under their own name."""
+    """{setting: text} of the --key=value in argv, the later if it comes twice; config files under their own name."""
     values = dict(a[2:].split("=", 1) if a.startswith("--") and "=" in a else (a, "") for a in argv)
     return {key: text for key, text in values.items() if key not in without}
 
 
 def read_plan(folder, new=False):
-    """plan.json of a sweep; new: one without cells where there is none yet. Raises ConfigError where it is missing, or
-    cannot be read."""
+    """plan.json of a sweep; new: if there is none yet, one without cells. Raises ConfigError if it is missing or cannot
+    be read."""
     path = Path(folder) / "plan.json"
     if not path.exists():
         if new:
@@ -130,7 +130,8 @@ def code_now():
 
 
 def uncommitted():
-    """A diff of the files that this checkout's runs import from its commit; "" if there is none, or git fails."""
+    """The uncommitted changes, as a diff, to files that this checkout's runs import; "" if there are none, or git
+    fails."""
     files = code_now()["code_files"]
 
     def git(*args):
@@ -145,8 +146,8 @@ def uncommitted():
 
 
 def say_changed_code(folder, accepted=()):
-    """Print a line if this checkout's code is not that of the runs in `folder`; the sweep goes on all the same. Raises
-    ConfigError if a code that shall be `accepted` is that of none of them: the report would refuse it at the end."""
+    """Print a line if this checkout's code differs from that of the runs in `folder`; the sweep goes on all the same.
+    Raises ConfigError if no run has a code in `accepted`, since the report would refuse it at the end."""
     now = code_now()
     changed = {}
     for name in read_plan(folder, new=True)["cells"]:
@@ -168,7 +169,7 @@ def say_changed_code(folder, accepted=()):
 def driver(args, folder, jobs, nproc=1, gpus=()):
     """`with driver(args, folder, jobs) as engine`: the engine for --cluster, while no other process drives the sweep.
 
-    Raises ConfigError if another one does, or the cluster is not there.
+    Raises ConfigError if another one does, or the cluster cannot be reached.
     """
     try:
         lock = lock_folder(folder)
@@ -202,7 +203,7 @@ def run_cells(cells, folder, engine, script="train.py"):
 
 
 def work(cells):
-    """The seconds that cells take, by their estimates; without one a cell counts as a second."""
+    """The estimated seconds that cells take; a cell without an estimate counts as one second."""
     return sum(c.seconds or 1.0 for c in cells)
 
 
@@ -304,7 +305,7 @@ class Driver:
         cell = job.cell
         seconds = time.time() - job.began
         with contextlib.suppress(FileNotFoundError):
-            os.utime(self.folder / cell.name)  # or an NFS client may believe for a minute that there is no result
+            os.utime(self.folder / cell.name)  # otherwise an NFS client may see no result for a minute
         if is_finished(self.folder / cell.name):
             result = read_json(self.folder / cell.name / "result.json")
             words = next((f"{key} {result[key]:.4f}" for key in ("accuracy", "val_loss") if result.get(key)), "done")
@@ -319,7 +320,7 @@ class Driver:
             self.say(f"{cell.name}: FAILED: {self.failed[cell.name]}")
 
     def counts(self):
-        """How many cells are where, and the time left, in words."""
+        """How many cells are queued, running, done and failed, and the time left, in words."""
         running = sum(job.state == "running" for job in self.running.values())
         queued = len(self.waiting) + len(self.running) - running
         done = len(self.cells) - len(self.waiting) - len(self.running) - len(self.failed)
@@ -344,13 +345,13 @@ class Driver:
 
 
 def saved(folder, cell):
-    """When a cell last saved a checkpoint, by which we see that it got further."""
+    """When a cell last saved a checkpoint, which shows whether it has made progress."""
     return max((path.stat().st_mtime_ns for path in (folder / cell.name).glob("checkpoint*.safetensors")), default=0)
 
 
 def visible_gpus():
-    """Ids of the GPUs that PyTorch sees, as CUDA_VISIBLE_DEVICES names them. ConfigError if it names others too: CUDA
-    stops at the first id that it does not know, and runs would fall back to the CPU."""
+    """Ids of the GPUs that PyTorch sees, as CUDA_VISIBLE_DEVICES names them. Raises ConfigError if it names others,
+    too: CUDA stops at the first id that it does not know, and runs would fall back to the CPU."""
     import torch
 
     named, seen = os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count()
