@@ -11,7 +11,7 @@ All runs share one record file in out/ (--save: in results/), with a table (.md)
 
 As in the paper, validation text is rearranged into sequences of each length T, here the same text for every T: K
 sequences of the longest length M are cut into K M / T of length T, so that each token is predicted once at every T, and
-only what precedes it differs. The longest sequences lie within one document where the corpus says where documents begin
+only what precedes it differs. The longest sequences lie within one document if the corpus says where documents begin
 (data/pystdlib/prepare.py --documents=package) and any is long enough; otherwise they lie end to end over the split.
 
     loss(T) = mean of the K sequences' mean losses, +- s / sqrt(K); compared with the training length by sequence
@@ -19,12 +19,12 @@ only what precedes it differs. The longest sequences lie within one document whe
 Text is read in chunks, the state carried from one to the next, so memory grows with T for LLaMA only, whose cache is
 its state. Where it runs out, that length and longer ones are left out.
 
-A lower loss at a longer T says little about a long memory: of a short T's tokens more stand near a beginning, where
-nothing can be known yet. More telling is the loss of the same tokens in the longest T minus their loss when cut at the
-training length, place by place: then no easy stretch of text can look like memory.
+A lower loss at a longer T says little about long memory: with a short T more tokens are near a beginning, where little
+is known yet. More telling is the loss of the same tokens in the longest T minus their loss when cut at the training
+length, place by place: then no easy stretch of text can look like memory.
 
-LLaMA is read a second time with its attention limited to the training length (family swa, the same weights): where that
-holds its loss, it was not the text that had become harder, but positions that training had never shown.
+LLaMA is read a second time with its attention limited to the training length (family swa, the same weights). If its
+loss then stays low, the text had not become harder: the positions were new to the model.
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ PRESETS = {
 
 
 def plan(preset, families=(), seeds=(), extra=()):
-    """[runner.Cell] of a preset, of other families or seeds where they are given; extra: settings for every run. Raises
+    """[runner.Cell] of a preset, with other families or seeds if given; extra: settings for every run. Raises
     ConfigError for an unknown family."""
     preset = PRESETS[preset]
     given = tuple(f"--{key}={value}" for key, value in {"dataset": CORPUS, **preset["train"]}.items())
@@ -97,7 +97,7 @@ def plan(preset, families=(), seeds=(), extra=()):
 # ------------------------------------------------------------------------------------------------------------- the text
 
 def longest_sequences(n_tokens, documents, longest, eval_tokens=0):
-    """(where the longest sequences begin, in order; the names of their documents, or None where they cross them).
+    """(where the longest sequences begin, in order; the names of their documents, or None if they cross documents).
 
     A sequence reads `longest` tokens and predicts the one after each: it takes longest + 1, and neighbours share one.
 
@@ -106,7 +106,7 @@ def longest_sequences(n_tokens, documents, longest, eval_tokens=0):
         eval_tokens: predict at most this many tokens, of sequences taken from all documents in turn; 0: all there are.
     Raises ConfigError if that is less than one sequence.
     """
-    inside = []  # (which of its document, start, document): sorted, each document's first come first
+    inside = []  # (index in its document, start, document): sorting puts the first of each document first
     for document in documents or ():
         for i in range((document["tokens"] - 1) // longest):
             inside.append((i, document["start"] + i * longest, document["name"]))
@@ -138,13 +138,13 @@ def in_bins(losses):
 
 @torch.no_grad()
 def read(lm, x, y, chunk):
-    """The losses (B, T) in nats, float64 on the CPU, of x and y (B, T) of tokens."""
+    """The losses (B, T) in nats, float64 on the CPU, for tokens x and targets y (B, T)."""
     device = lm.embed.weight.device
     state, losses = lm.initial_state(len(x)), []
     for part, following in zip(x.split(chunk, 1), y.split(chunk, 1), strict=True):
         logits, _, state = lm(part.to(device), state=state)  # (B, t, V)
         piece = F.cross_entropy(logits.float().flatten(0, 1), following.to(device).flatten(), reduction="none")
-        del logits  # otherwise it would stay beside the next part's
+        del logits  # or it would stay in memory during the next part
         losses.append(piece.view(part.shape).double().cpu())
     return torch.cat(losses, 1)
 
@@ -152,7 +152,8 @@ def read(lm, x, y, chunk):
 def read_length(lm, rows, T, chunk, batch_size):
     """The losses (K, M) in nats, float64, of K rows (K, M + 1) of tokens, read as K M / T sequences of length T.
 
-    A T below the chunk is read more at once than `batch_size`, so that a call has as many tokens whatever T is.
+    If T is below the chunk, more than `batch_size` sequences are read at once, so that a call has as many tokens for
+    any T.
     """
     at_once = batch_size * max(1, chunk // T)
     x, y = (tokens.reshape(-1, T).split(at_once) for tokens in (rows[:, :-1], rows[:, 1:]))  # (at_once, T) each
@@ -182,8 +183,8 @@ def summary(losses, T, reference=None):
 
 
 def measure(lm, rows, lengths, trained, chunk, batch_size):
-    """A record per length of rows (K, M + 1) of tokens; trained: the training length. From the length on for which
-    memory runs out there are none."""
+    """A record per length of rows (K, M + 1) of tokens; trained: the training length. The list ends before the length
+    at which memory runs out."""
     measured, reference = [], None
     base = trained if trained in lengths else lengths[0]
     for T in lengths:
@@ -242,7 +243,7 @@ def cut_text(lm, dataset, trained_on, folder, args):
 
 
 def evaluate(folder, args, run):
-    """The records of one run's checkpoint: as trained, and with limited attention where it has any; `run`: its name.
+    """The records of one run's checkpoint: as trained, and with limited attention if it has attention; `run`: its name.
     Raises ConfigError, one line."""
     began, device = time.perf_counter(), named_device(args.device)
     lm, meta = load_model(folder, device)
@@ -343,7 +344,7 @@ class Extrapolation(Experiment):
         self.read({c.at["run"]: self.folder / c.name for c in self.cells if c.name not in self.failed})
 
     def read(self, runs):
-        """Evaluate the checkpoints of {name: folder}, each added to the record in the place of its own; report."""
+        """Evaluate the checkpoints of {name: folder}, replace their earlier results in the record, and report."""
         for name, folder in runs.items():
             new = evaluate(folder, self.args, name)
             kept = []

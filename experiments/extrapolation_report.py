@@ -24,7 +24,7 @@ def in_words(text):
 
 
 def mean_and_error(values):
-    """The mean over the first axis and its standard error, as numbers or lists; NaN where one is not known."""
+    """The mean over the first axis and its standard error, as numbers or lists; NaN if one is not known."""
     values = np.array(values, float)  # None, in a record, is NaN
     n = len(values)
     mean = values.mean(0)
@@ -34,7 +34,7 @@ def mean_and_error(values):
 
 
 def by_length(seeds):
-    """{length: its measurement of each seed}, of those that all seeds have been read at."""
+    """{length: [the measurement of each seed]}, for the lengths at which all seeds have been read."""
     found = {}
     for run in seeds:
         for x in run.lengths:
@@ -43,7 +43,8 @@ def by_length(seeds):
 
 
 def over_seeds(measured, key):
-    """The mean over the seeds' records and its standard error, of one seed that over its sequences; both as arrays."""
+    """The mean over the seeds' records and its standard error (over the sequences if there is one seed), both as
+    arrays."""
     mean, error = mean_and_error([x[key] for x in measured])
     if len(measured) == 1:
         error = measured[0][f"{key}_standard_error"]

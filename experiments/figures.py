@@ -29,8 +29,8 @@ SPARE = ("#006d77", "#c77dff", "#ff7f50", "#6a994e", "#b5179e", "#577590")  # fo
 
 @dataclass
 class Curve:
-    """A curve from points (x, y) and its interval from low to high, both (points,); label: at its end; family: whose
-    colour it has; line: Matplotlib's markers and line. NaN and None are holes."""
+    """A curve from points (x, y) and its interval from low to high, both (points,); label: at its end; family: it gets
+    this family's colour; line: Matplotlib's markers and line. NaN and None are holes."""
 
     family: str
     label: str
@@ -41,14 +41,14 @@ class Curve:
     line: str = "o-"
 
     def __post_init__(self):
-        self.label = printable(self.label)  # Matplotlib warns of a control character, and sends it to the terminal
+        self.label = printable(self.label)  # Matplotlib would print control characters to the terminal
 
 
 @dataclass
 class Panel:
     """Axes with their curves; log: "x", "y" or "xy"; marks: x of dashed lines.
 
-    Without y each curve is a line of its own: its points `y` lie along x, and one low and high is their interval.
+    If y is empty, each curve is a row of its own: its points `y` lie along x, and low .. high is their one interval.
     """
 
     title: str
@@ -78,7 +78,7 @@ def in_words(panel):
 
 
 def draw(panels, path, style=None):
-    """Draw the panels, three or fewer beside each other, to a file; style: a .mplstyle file applied over STYLE."""
+    """Draw the panels, at most three side by side, to a file; style: a .mplstyle file applied over STYLE."""
     import matplotlib
 
     matplotlib.use("Agg")

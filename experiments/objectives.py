@@ -1,13 +1,12 @@
-"""Table 4 as code: the objective L_t(S) behind every recurrent family, its update, and whether the one minimises the
-other.
+"""Table 4 as code: the objective L_t(S) behind every recurrent family, its update, and whether the update minimises it.
 
     python experiments/objectives.py                       # the tables; half a minute
     python experiments/objectives.py --save                # to results/online_learning.json, .md and .png
     python experiments/objectives.py --add my_update.py    # also your own objective and update
 
-Each update is compared with a numerical minimiser that sees only L_t, in float64, on random states, keys and gates,
-some of them extreme. The mixers of model.py and mixers.py are run, and their states compared with the same updates.
-Then the one figure: what Eq. 7, the diagonal form that trains, misses of the decrease that Eq. 6 reaches.
+Each update is compared in float64 with a numerical minimiser that sees only L_t, on random states, keys and gates, some
+of them extreme. The mixers of model.py and mixers.py are run, and their states compared with the same updates. The
+figure shows what Eq. 7, the diagonal form that trains, misses of the decrease that Eq. 6 reaches.
 
     paper        here         shape
     S, S_{t-1}   S, S_prev    (d, N); (d,) in the families without keys (Griffin, RWKV-4)
@@ -295,8 +294,8 @@ def check(row, count, seed):
 
 
 def answer(row, S_prev, k, x, p):
-    """row.update's S. Raises ConfigError unless it is of S_prev's shape and the objective a number, both float64 and
-    finite."""
+    """row.update's S. Raises ConfigError unless S has the shape of S_prev and the objective is a number, both float64
+    and finite."""
     S = row.update(S_prev.clone(), k, x, p)  # it may write there
     value = row.objective(S_prev + 0.5, S_prev, k, x, p)
     for what, got, shape in ("update", S, S_prev.shape), ("objective", value, ()):

@@ -35,8 +35,8 @@ p:has(img) {{ max-width: none; overflow-x: auto }} img {{ width: 100%; min-width
 
 @dataclass
 class Page:
-    """What a report says: its sentences, blocks of Markdown above and below the figure, the figures.Panels of that;
-    csv: {name: DataFrame} of files beside the page, which begin with attrs["head"] if there is one."""
+    """What a report says: its sentences, blocks of Markdown above and below the figure, and the figure's Panels; csv:
+    {name: DataFrame} for files beside the page, which begin with attrs["head"] if there is one."""
 
     sentences: list
     above: list
@@ -96,7 +96,7 @@ def filled(template, row):
 
 
 def origin(runs):
-    """How many runs count, where and when they ran, with what, by which code; in words."""
+    """How many runs count, where and when they ran, with which software and code; in words."""
     used = runs[runs.left_out == ""]
 
     def all_of(key):
@@ -121,7 +121,7 @@ def uncommitted(runs):
 
 
 def code(runs):
-    """Blocks: the versions of the code that runs have, where there are several."""
+    """Blocks: the versions of the code that the runs have, if there are several."""
     versions = runs.attrs["code"]
     how = "Only runs of the first version are compared."
     if runs.attrs["accepted"]:
@@ -176,12 +176,12 @@ def write(title, page, out, style=None):
 
 
 def report(kind, title, page_of, source, out=None, accept_code=(), style=None):
-    """Write page and figure from a sweep's folder, and its records in one file; or from such a file. Print its
-    sentences.
+    """Write page and figure from a sweep's folder, along with its records in one file, or from such a file. Print the
+    page's sentences.
 
     Args:
         kind, accept_code: see records.read.
-        page_of: page_of(runs) returns the Page of runs of which one at least counts.
+        page_of: page_of(runs) returns the Page of runs, at least one of which counts.
         out: path of the files without extension (default: `report` in the folder, or beside the file).
         style: a .mplstyle file for the figure, over ours.
     Returns {kind: path}. Raises ConfigError, OSError if `out` cannot be written.

@@ -28,17 +28,17 @@ from common.files import write_text
 from experiments.sweeps import runner
 from runtime.records import BadRecord, fields, read_json, read_log
 
-SETTING = {"mixer": "model", "T": "block_size", "context": "block_size", "steps": "max_iters"}  # of a place in the plan
+SETTING = {"mixer": "model", "T": "block_size", "context": "block_size", "steps": "max_iters"}  # {in the plan: setting}
 ENVIRONMENT = ("commit", "uncommitted_changes", "cpu", "torch", "python")
 
 
 @dataclass
 class Kind:
-    """What the records of an experiment have of their own: a row of KINDS.
+    """What is specific to the records of an experiment: a row of KINDS.
 
-    place: what identifies a run, as named in the plan; point: those of it that the runs of one point share, and with
-    them all settings; same: settings that all runs share; positive: further numbers in result.json.
-    measure: the log must end with it. adds(row, record, evaluations): the row with what else reports read.
+    place: what identifies a run, as named in the plan; point: the parts of the place that the runs of one point share,
+    along with all settings; same: settings that all runs share; positive: further numbers in result.json. measure: what
+    the log must end with. adds(row, record, evaluations): the row with whatever else reports read.
     """
 
     place: tuple
@@ -107,7 +107,7 @@ def read(source, accept_code=(), kind=None):
 
 
 def kind_of(plan, source):
-    """The kind of sweep whose cells have such places. Raises ConfigError if there is none."""
+    """The kind of sweep that has cells like the plan's. Raises ConfigError if there is none."""
     for kind, row in KINDS.items():
         needed = {*row.place} - {"from"}
         if all(needed <= at.keys() for at in plan["cells"].values()):
@@ -116,7 +116,7 @@ def kind_of(plan, source):
 
 
 def frame_of(rows, kind):
-    """The rows as a DataFrame, whose columns of whole numbers stay whole where a run lacks one."""
+    """The rows as a DataFrame; a column of whole numbers keeps them even if a run lacks one."""
     import pandas
 
     first = ["run", *KINDS[kind].place, "left_out", "device", "code", *ENVIRONMENT, "time"]
@@ -238,7 +238,7 @@ def checked(kind, name, at, records, accept_code=()):
         if (last.get("step"), last.get(kind.measure)) != (result["steps"], result[kind.measure]):
             raise BadRecord(f"log.jsonl does not end with the {kind.measure} in result.json")
         same = in_group("settings", {key: config.get(key) for key in kind.same})
-        if at.get("stage") == "cosine":  # which differs on purpose
+        if at.get("stage") == "cosine":  # its schedule differs on purpose
             del same["settings", "schedule"]
         row = {**config, **result}
         for key in kind.place:
@@ -268,12 +268,12 @@ def check_outcome(kind, result, config):
 
 
 def is_number(value):
-    """Above 0; NaN is none."""
+    """True for a number above 0, which NaN is not."""
     return type(value) in (int, float) and 0 < value < 1e300
 
 
 def check_place(kind, name, at, result, record):
-    """Raises BadRecord if config.json is of another run than result.json or the plan."""
+    """Raises BadRecord if config.json belongs to another run than result.json or the plan."""
     config = record["config"]
     ran = {}
     for key in (*kind.place, "context"):
@@ -298,8 +298,8 @@ def in_group(group, settings):
 
 
 def of_scaling(row, record, evaluations):
-    """The row with tokens and losses per held-out file as arrays, and the loss on the first half of them, which chooses
-    learning rates. The bits per byte are NaN where the data do not know their bytes."""
+    """The row with tokens and losses per held-out file as arrays, and the loss on the first half of the files, which
+    chooses learning rates. Bits per byte are NaN if the data's bytes are unknown."""
     tokens = np.array(row["val_document_tokens"], float)
     losses = np.array(row["val_document_losses"], float)
     if tokens.shape != losses.shape or not abs(np.average(losses, weights=tokens) - row["val_loss"]) <= 1e-4:
@@ -316,7 +316,7 @@ def of_scaling(row, record, evaluations):
 
 
 def of_recall(row, record, evaluations):
-    """The row with `curve`, [[step, accuracy, loss]], the epochs it ran, `recall`, on examples that chose nothing,
+    """The row with `curve`, [[step, accuracy, loss]], the epochs it ran, `recall` on examples that chose nothing,
     `steps_to_half`, and by_distance and by_pairs as {label: (queries, correct answers)}."""
     row["same"] |= in_group(row["T"], {key: row[key] for key in SAME_AT_A_LENGTH})
     row["same"] |= in_group((row["T"], row["seed"]), record["data"]["sha256"])
@@ -353,7 +353,7 @@ def of_images(row, record, evaluations):
 
 
 def settings_of_point(kind, config):
-    """What runs must share to be averaged at one point of a figure, beside what all runs of the sweep share."""
+    """What runs must share to be averaged at one point of a figure, in addition to what all runs of the sweep share."""
     from runtime.folder import MAY_CHANGE_ON_RESUME  # late: it imports PyTorch
 
     others = {"seed", "learning_rate", *kind.same, *SAME_AT_A_LENGTH} | MAY_CHANGE_ON_RESUME - {"max_iters"}
@@ -423,7 +423,7 @@ def load(source):
 
 
 def unpacked(saved, cell):
-    """The Records of a cell of a saved sweep. Raises BadRecord where it was left out."""
+    """The Records of a cell of a saved sweep. Raises BadRecord if it was left out."""
     if "left_out" in cell:
         raise BadRecord(cell["left_out"])
     with fields():

@@ -106,7 +106,7 @@ class Entry:
         return self.at_main.val_loss.mean()
 
     def trend(self, budgets):
-        """{seed: nats by which each document's loss changes per doubling of the tokens}, for seeds with all budgets."""
+        """{seed: change of each document's loss in nats per doubling of the tokens}, for seeds with all budgets."""
         x = np.log2(np.array(budgets) / budgets[0])
         slope = (x - x.mean()) / ((x - x.mean()) @ (x - x.mean()))
         changes = {}
@@ -146,8 +146,8 @@ def collect(runs):
 
 
 def choose_main(families):
-    """Set `main` of a size's Entries: the budget of which the family with the fewest seeds has most; of two such, the
-    longer one."""
+    """Set `main` of a size's Entries: the budget at which the family with the fewest seeds has the most; if two tie,
+    the longer one."""
     with_runs = [e for e in families if e.documents]
     if not with_runs:
         return
@@ -201,8 +201,8 @@ def entry_of(model, size, cells):
 # -------------------------------------------------------------------------------------------------------------- numbers
 
 def pair_rows(families, a, b):
-    """A row per budget that two Entries have in common: the difference, what a needs of b's tokens, FLOPs and seconds
-    for the same loss, and by how many nats the curve of a falls over the paper's claim. That of the compared budget
+    """A row per budget that two Entries share: the difference; the ratios of tokens, FLOPs and seconds, a's over b's,
+    for the same loss; and the nats that a's curve falls over the paper's claim. The row of the compared budget also
     says how the difference changes with the budgets."""
     budgets = sorted(a.documents.keys() & b.documents.keys())
     rates = compare.rate_variance(a, b)
@@ -248,7 +248,7 @@ def multipliers(families, a, b, tokens, d):
 
 
 def crossings(rows):
-    """In words, the tokens at which the difference of `pair_rows` is 0, between two budgets of unlike sign."""
+    """In words, the tokens at which the difference of `pair_rows` is 0, between two budgets with opposite signs."""
     found = []
     for row, following in itertools.pairwise([row for row in rows if "mean" in row]):
         if row["mean"] * following["mean"] < 0:
@@ -258,7 +258,7 @@ def crossings(rows):
 
 
 def loss_row(e, is_winner, is_paper):
-    """What the table says of an Entry."""
+    """The row of the table for an Entry."""
     row = {"name": name_of(e.model), "size": e.size, "model": e.model}
     losses = e.at_main.val_loss
     if losses.empty:
@@ -289,7 +289,7 @@ def winner(families):
 
 
 def cost_lines(used):
-    """Hours that the runs took: a branch counts from the step it branched at, each process counts."""
+    """Lines with the hours that the runs took. A branch counts from where it branched, and each process counts."""
     seconds = (1 - used["from"] / used.steps) * used.seconds
     lines = []
     hours = seconds * used.processes / 3600
@@ -310,7 +310,7 @@ def cost_lines(used):
 # ------------------------------------------------------------------------------------------------------------ sentences
 
 def sentences(pairs):
-    """A sentence per pair of families, of the rows at the compared budget: the result of the sweep."""
+    """The result of the sweep: a sentence per pair of families, from the rows at the compared budget."""
     texts = []
     for a, b in dict.fromkeys((row["a"], row["b"]) for row in pairs):
         of_both = [row for row in pairs[::-1] if (row["a"], row["b"]) == (a, b)]  # largest size first
@@ -324,7 +324,7 @@ def sentences(pairs):
 
 
 def result(row):
-    """What the sentence says of a pair at one size."""
+    """What the sentence says about a pair at one size."""
     if "mean" not in row:
         return f"has one seed at {row['size']}, which gives no interval"
     other = name_of(row["b"])
@@ -341,7 +341,8 @@ def result(row):
 
 
 def paper_lines(rows):
-    """What the paper claims of Longhorn and Mamba, in nats of these rows, and what its Table 1 amounts to in tokens."""
+    """What the paper claims about Longhorn and Mamba, in nats for these rows, and how many tokens its Table 1 amounts
+    to."""
     claimed = [f"{-row['of_claim']:.3f} nats at {row['size']} after {row['D']} tokens" for row in rows
                if (row["a"], row["b"]) == ("longhorn", "mamba") and "of_claim" in row]
     if not claimed:
@@ -427,7 +428,7 @@ def write(source, out=None, accept_code=(), save_it=False, style=None):
     """Write the report on a sweep's folder or saved file and print its sentences. Returns {name: path}.
 
     Args:
-        out: output folder (default: the sweep's folder, or that beside the file with its name).
+        out: output folder (default: the sweep's folder, or one beside the file, with its name).
         save_it: write the records to results/<name>.json first, and the report of these to results/<name>/.
         accept_code, style: see pages.report.
     """
