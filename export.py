@@ -19,7 +19,7 @@ number of layers cannot be imported.
 
 One rule holds in both directions: transformers' model is built beside ours, from the same folder, and their logits on
 random tokens agree, or nothing is written. An import knows a LLaMA or Mamba by the names of its tensors, whatever its
-model_type. It names everything at once that our skeleton cannot express, such as biases or another rotary base
+model_type. It names at once everything that our skeleton cannot express, such as biases or another rotary base
 (docs/adding-a-model.md has a table). A LLaMA or Mamba whose source differs from the one committed here (COMMITTED) is
 exported under model_type "longhorn", with its code; so is one of packed documents. `--check=FOLDER` repeats the
 comparison on any later day and machine. That runs the code in the folder; an import runs none, and opens only JSON and
@@ -99,7 +99,7 @@ SIZES = {"llama": {**COMMON, "n_head": "num_attention_heads", "block_size": "max
          "mamba": {**COMMON, "dt_rank": "time_step_rank", "d_state": "state_size", "d_conv": "conv_kernel",
                    "expand": "expand", "block_size": "block_size", "norm_eps": "layer_norm_epsilon"}}
 
-# their name -> our name: within a layer of LLaMA's, and within one of Mamba's, which is a branch of ours
+# their name -> our name, within a layer: a LLaMA layer is one of ours, a Mamba layer is a branch of ours
 LLAMA = {"input_layernorm": "0.norm", "self_attn.o_proj": "0.mixer.out_proj", "post_attention_layernorm": "1.norm",
          "mlp.gate_proj": "1.mixer.w1", "mlp.up_proj": "1.mixer.w3", "mlp.down_proj": "1.mixer.w2"}
 MAMBA = {"norm.weight": "norm.weight", "mixer.conv1d.weight": "mixer.conv_weight",
@@ -408,7 +408,7 @@ def import_folder(config):
         checkpoint.save(path, tensors, meta)
     unlike_defaults = dataclasses.asdict(lm.config).items() - dataclasses.asdict(ModelConfig()).items()
     taken = ", ".join(f"{name}={value}" for name, value in sorted(unlike_defaults))
-    unknown = "" if notes["tokenizer"] else " (first import it again with --overwrite and its --tokenizer, bytes say)"
+    unknown = "" if notes["tokenizer"] else " (first import it again with --overwrite and --tokenizer, such as bytes)"
     count = sum(p.numel() for p in lm.parameters())
     print(f"wrote {path}, with {taken}: {lm.config.model}, {count:,} parameters; next: python sample.py "
           f"{shlex.quote(f'--out_dir={config.out_dir}')}{unknown}")
@@ -476,8 +476,8 @@ def mlp_multiple(hidden, d):
 
 
 def reasons_against(there, sizes, tensors, kind):
-    """What our model cannot express of transformers' model, in words: fields for which an export of ours has another
-    value, and tensors that one of the two lacks. there: their config; tensors: their {name: tensor}."""
+    """What transformers' model has that ours cannot express, in words: fields for which an export of ours has another
+    value, and tensors that only one of the two has. there: their config; tensors: their {name: tensor}."""
     reasons = []
     for key, ours in theirs_config(skeleton(sizes), kind).items():
         value = getattr(there, key, None)

@@ -185,7 +185,7 @@ def main(argv):
     device = named_device(config.device)
     lm, meta = load_model(config.out_dir, device)
     if not meta["tokenizer"]:
-        raise errors.ConfigError(f"{config.out_dir} does not name its tokenizer, without which there is no text: name "
+        raise errors.ConfigError(f"{config.out_dir} does not name its tokenizer, which sampling needs: name "
                                  "it where the model is imported (export.py --tokenizer) or its data are prepared")
     text = Text(meta["tokenizer"], meta["table"], config.vocab or None)
     prompt, tokens = read_prompt(config.prompt, text)

@@ -266,7 +266,7 @@ def is_wrong(record):
 def run_call(wanted, out, budget_s, dry_run, done):
     """Run stages within the budget, and print a line for each. Returns how many failed or were left out.
 
-    done: {name: record} of earlier calls; what succeeded there is not repeated. It is updated.
+    done: {name: record} of earlier calls, to which new records are added; stages that succeeded are not repeated.
     """
     began = time.monotonic()
     failed = 0
@@ -306,7 +306,7 @@ def faults_of(name, record, tests_ran):
     ran = record["environment"]
     for part in ("gpu", "torch", "commit"):
         if ran[part] != tests_ran[part]:
-            yield f"its {part} is {ran[part]}, and that of tests.json {tests_ran[part]}"
+            yield f"its {part} is {ran[part]}, but that of tests.json is {tests_ran[part]}"
     if ran["uncommitted_changes"] is not False:
         yield "it was measured with uncommitted changes, or outside git"
     if record.get("dry_run"):

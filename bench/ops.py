@@ -264,7 +264,7 @@ def variants(run):
         if ended.returncode:
             words = (ended.stdout + ended.stderr).strip().splitlines()[-1:]
             run.emit(defines=defines, failed=words)
-            if not defines:  # the others are only trials
+            if not defines:  # any other variant may fail
                 raise ConfigError(f"the scan as it is: {words}")
     in_short(run.record["rows"])
 

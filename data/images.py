@@ -2,7 +2,7 @@
 
     digits        scikit-learn's 1,797 handwritten digits of 8 x 8, which come with the package; a quarter is held out
     FOLDER        train/CLASS/*.jpg and val/CLASS/*.jpg, the layout of ImageNet
-    hf:NAME       a Hugging Face dataset, such as hf:uoft-cs/cifar10; its split validation, else test, is held out
+    hf:NAME       a Hugging Face dataset, such as hf:uoft-cs/cifar10; its validation split, or else test, is held out
 
 Pillow decodes and crops images in threads, one step ahead. RandAugment, mixup, cutmix and erasing come from kornia and
 run on the model's device, with one draw per micro-batch. The images of step s and their crops depend only on (seed, s).

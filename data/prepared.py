@@ -188,7 +188,7 @@ def _read_meta(folder):
     try:
         return {"tokenizer": None, **read_sealed(path)}
     except BadRecord as error:
-        raise DataError(f"{folder}: {error}: prepare again ({how}), or write this crc32 into it if all of it is right"
+        raise DataError(f"{folder}: {error}: prepare again ({how}), or, if all of it is right, write this crc32 into it"
                         ) from None
 
 

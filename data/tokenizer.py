@@ -33,7 +33,7 @@ MOST_AT_ONCE = 100_000  # characters per call that tiktoken can handle, even all
 
 @contextlib.contextmanager
 def tiktoken_cache(files):
-    """In this context tiktoken's cache holds `files`, {URL: path}; as copies, since tiktoken deletes cached files that
+    """In this context tiktoken's cache holds copies of `files`, {URL: path}, since tiktoken deletes cached files that
     it finds damaged."""
     before = os.environ.get("TIKTOKEN_CACHE_DIR")
     with tempfile.TemporaryDirectory() as cache:
@@ -127,7 +127,7 @@ def hf_tokenizer(name, table=None):
         if max(ids) >= MOST_TOKENS:  # to_str() would end the process at 2^31
             raise ValueError(f"its largest token id is {max(ids)}, not in 0 .. {MOST_TOKENS - 1}")
         return encoding
-    except Exception as error:  # it raises Exception itself, and the hub's client a dozen others
+    except Exception as error:  # tokenizers raises plain Exception, the hub's client a dozen kinds
         raise DataError(f"cannot load the tokenizer hf:{name} ({' '.join(str(error).split())[:100]}): give a name on "
                         "the hub, or a folder with its tokenizer.json") from None
 

@@ -226,7 +226,7 @@ def load_tasks(names, include=None):
             loaded[key].update(value)
     for name, task in loaded["tasks"].items():
         if task.OUTPUT_TYPE == "generate_until":
-            raise ConfigError(f"task {name} is scored by what a model generates: only tasks of likelihoods are "
+            raise ConfigError(f"task {name} is scored by what a model generates: only likelihood tasks are "
                               "supported, such as multiple_choice and loglikelihood_rolling")
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)

@@ -226,7 +226,7 @@ def mean_losses(by_seed, weights):
 
 
 def difference_of(families, a, b, values_of, rates=None):
-    """`difference` of two families by values_of(family), {seed: values (documents,)}, with the SD pooled over all
+    """`difference` of two families in values_of(family), {seed: values (documents,)}, with the SD pooled over all
     families of the size; None if one of the two has no values."""
     of_a = values_of(a)
     of_b = values_of(b)

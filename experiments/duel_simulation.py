@@ -27,7 +27,7 @@ from runtime.records import environment, write_json  # noqa: E402
 
 # About as recorded for Longhorn and Mamba after a million bytes (results/duel_longhorn_mamba_1.5M.json), in nats
 B, K = 0.40, 0.49  # loss is E + B (tokens / whole budget)^-K
-SEED, SEED_BY_FILE = 0.006, 0.03  # SD of a run's loss over seeds, and further on each file
+SEED, SEED_BY_FILE = 0.006, 0.03  # SD of a run's loss over seeds, and of a further part on each file
 CHANGE, CHANGE_BY_FILE = 0.005, 0.015  # SD of the noise that a seed's shorter run has of its own
 SEARCH, CURVATURE = 0.009, 0.047  # SD of a search's losses over seeds and rates; nats per squared e-fold of the rate
 FILES, BY_FILE = 45, 0.01  # held-out files, and the SD over them of the true difference of two families

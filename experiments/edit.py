@@ -75,7 +75,7 @@ class Version:
     probes: dict = field(default_factory=dict)  # {settings of train.py: what edit_probe.py says}
 
     def probe(self, argv):
-        """What edit_probe.py says of the version with these settings. Raises ConfigError if it does not start."""
+        """What edit_probe.py says about the version with these settings. Raises ConfigError if it does not start."""
         argv = (*argv, REPO / "data")  # where the vocabulary is
         if argv not in self.probes:
             self.probes[argv] = ask(PROBE, self.name, self.root or self.tree, *argv)
@@ -92,7 +92,7 @@ def output(command, otherwise, **how):
 
 
 def ask(program, name, root, *arguments):
-    """What edit_probe.py or edit_judge.py says of a version. Raises ConfigError if it fails."""
+    """What edit_probe.py or edit_judge.py says about a version. Raises ConfigError if it fails."""
     said = output([sys.executable, program, *arguments], f"{name} does not start", cwd=root)
     return json.loads(said.splitlines()[-1])
 
@@ -116,7 +116,7 @@ def checkout(code, commit, patch=None):
             path.symlink_to(target)
     if patch:
         outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(code)}  # or git would use the clone above
-        output(["git", "-C", tree, "apply", Path(patch).resolve()], f"{patch} is no change of {commit[:10]}",
+        output(["git", "-C", tree, "apply", Path(patch).resolve()], f"{patch} does not apply to {commit[:10]}",
                env=outside)
     return tree
 
@@ -267,8 +267,8 @@ class Side:
                               f"and the cross-entropy of its logits {nats['plain']:.4f}: leave the loss in eval mode "
                               "alone")
         if not abs(nats["beside"] - nats["alone"]) < allowed:
-            raise ConfigError(f"{self.name} is not measured as others are: with other later tokens, rows beside it and "
-                              f"text before, its loss is {nats['alone']:.4f} nats in place of {nats['beside']:.4f}: "
+            raise ConfigError(f"{self.name} is not measured as others are: with later tokens, other rows and earlier "
+                              f"text changed, its loss is {nats['alone']:.4f} nats instead of {nats['beside']:.4f}: "
                               "let it read nothing but the tokens before")
 
 
@@ -331,8 +331,8 @@ class Comparison:
         for key, value in facts.items():
             before = self.facts.setdefault(key, value)
             if value != before:
-                raise ConfigError(f"{key} of {side.name}: {value}, where runs before have {before}: make it alike for "
-                                  "all versions, or choose another --out")
+                raise ConfigError(f"{key} of {side.name}: {value}, where earlier runs have {before}: make it the same "
+                                  "for all versions, or choose another --out")
 
     def diverges(self, side, cell, failed, why):
         """Keep why a run of an edit diverged. Raises ConfigError if it failed for another reason, or is HEAD's."""

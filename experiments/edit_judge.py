@@ -4,8 +4,8 @@ snapshot, with its model and weights, on real windows. Prints one line of JSON, 
     python experiments/edit_judge.py RUN CONFIG [--key=value ...]
 
     reported, plain    the run's loss on the first documents, and the cross-entropy of the model's logits there
-    beside, alone      the loss of a token in each window: all read together; one by one, the last first, with other
-                       tokens behind it
+    beside, alone      the loss of one token per window: all windows read together; one by one, the last first, with
+                       other tokens after it
 """
 
 import json
@@ -25,7 +25,7 @@ import train  # noqa: E402
 from evaluation.validation import Evaluate, by_document  # noqa: E402
 from runtime import checkpoint, distributed  # noqa: E402
 
-TOKENS, ROWS = 2**16, 64  # of documents, from the first on; windows
+TOKENS, ROWS = 2**16, 64  # tokens of the first documents; windows
 
 
 def main(folder, argv):

@@ -90,9 +90,9 @@ def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, rng=0):
 
 
 def record():
-    """Every cell: [{"sd", "times", "noise", "pairs_at_most", ...}]: edits that do nothing, of all noises; whether the
-    interval holds the truth; what can be found. With --pairs a verdict after any pair counts, too, although edit.py
-    goes on: a user may read the line and stop it."""
+    """Every cell: [{"sd", "times", "noise", "pairs_at_most", ...}]: edits that do nothing, with each kind of noise;
+    whether the interval holds the truth; what can be found. With --pairs a verdict after any pair counts, too, although
+    edit.py goes on: a user may read the line and stop it."""
     cells = [(0.03, 1.0, noise, pairs) for noise in NOISE for pairs in (12, PAIRS_IN_15_MINUTES, PAIRS)]
     cells += [(sd, times, noise, PAIRS) for noise in NOISE for sd in (0.003, 0.012) for times in (1.0, 1.05, 1.1)]
     cells += [(factor * USUAL_SD, times, "normal", most) for factor in (1, 2, 3)

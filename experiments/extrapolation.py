@@ -9,9 +9,9 @@
 
 All runs share one record file in out/ (--save: in results/), with a table (.md) and a picture (.png) beside it.
 
-As in the paper, validation text is rearranged into sequences of each length T, here the same text for every T: K
-sequences of the longest length M are cut into K M / T of length T, so that each token is predicted once at every T, and
-only what precedes it differs. The longest sequences lie within one document if the corpus says where documents begin
+As in the paper, validation text is rearranged into sequences of each length T, here the same text for every T. K
+sequences of the longest length M are cut into K M / T of length T, so each token is predicted once at every T, and only
+what precedes it differs. The longest sequences lie within one document if the corpus says where documents begin
 (data/pystdlib/prepare.py --documents=package) and any is long enough; otherwise they lie end to end over the split.
 
     loss(T) = mean of the K sequences' mean losses, +- s / sqrt(K); compared with the training length by sequence
@@ -319,7 +319,7 @@ class Extrapolation(Experiment):
         runs = {Path(folder).resolve().name: folder for folder in args.checkpoint}
         if not runs or len(runs) < len(args.checkpoint):
             raise ConfigError(f"--checkpoint: {len(args.checkpoint)} folders of {len(runs)} names; give folders of "
-                              "different names, or with two --out, for one name has one place in a record")
+                              "different names, or use two --out, since a record has one place per name")
         self.read(runs)
         return 0
 

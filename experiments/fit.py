@@ -30,7 +30,7 @@ EPOCH = dict(E=1.8172, A=482.0, alpha=0.3478, B=2085.4, beta=0.3658)  # Besirogl
 MB = 2**20
 FORMS = {"additive": (), "offset": (5,), "gamma": (6,)}  # the constants that are free in addition to the first five
 PER_DOUBLING, FALL = 0.7, 0.4  # correlation of log L along a trunk; its SD falls as D^-0.4: duels at 460K and 1.5M
-QUANTILES = {0.05: "lower", 0.5: "nearest", 0.95: "higher"}  # and how each is rounded to a draw
+QUANTILES = {0.05: "lower", 0.5: "nearest", 0.95: "higher"}  # quantiles, and how each is rounded to a draw
 
 
 class CannotFit(ValueError):
@@ -160,7 +160,7 @@ def check_design(N, D):
     sizes = len(np.unique(N))
     counts = len(np.unique(D))
     if sizes < 3 or counts < 3:
-        raise CannotFit(f"{sizes} sizes N and {counts} token counts D do not tell five constants: train three of each")
+        raise CannotFit(f"{sizes} sizes N and {counts} token counts D are too few for five constants: train 3 of each")
     distinct = len(set(zip(N, D, strict=True)))
     if distinct < 5:
         raise CannotFit(f"{distinct} distinct (N, D) are fewer than five constants: add {5 - distinct} or more")

@@ -3,8 +3,8 @@
     python experiments/law_simulation.py results/law/simulation.json
 
 Each form of the law is the truth of a third of the sweeps. Trunks are correlated; losses include what errors of the
-learning rates cost, and a misfit that no form has. Quantities are those of fit.analyse; the losses that are predicted
-are of runs that are drawn after the prediction. alpha is counted where the truth's term of N is a power.
+learning rates cost, and a misfit that no form has. Quantities are those of fit.analyse; predicted losses are those of
+runs drawn after the prediction. alpha is counted where the truth's term of N is a power.
 """
 
 import re

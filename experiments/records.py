@@ -195,7 +195,7 @@ def compare_settings(same):
 # ------------------------------------------------------------------------------------------------------------- one run
 
 def read_run(folder, at):
-    """The row of a run of a scaling sweep. Raises BadRecord if a file is missing or damaged, or contradicts another
+    """The row for a run of a scaling sweep. Raises BadRecord if a file is missing or damaged, or contradicts another
     file or `at`, the run's place in the plan."""
     return checked(KINDS["scaling"], Path(folder).name, at, finished_records(Path(folder)))
 
@@ -303,7 +303,7 @@ def of_scaling(row, record, evaluations):
     tokens = np.array(row["val_document_tokens"], float)
     losses = np.array(row["val_document_losses"], float)
     if tokens.shape != losses.shape or not abs(np.average(losses, weights=tokens) - row["val_loss"]) <= 1e-4:
-        raise BadRecord("its documents' losses do not make up its loss")
+        raise BadRecord("its documents' losses do not add up to its loss")
     first = slice(len(tokens) // 2 or None)
     identity = record["data"]["identity"]
     row["same"] |= {("data", "train data"): identity["train"], ("data", "val data"): identity["val"],

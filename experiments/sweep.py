@@ -123,7 +123,7 @@ PRESETS = {
     "laptop": Preset(warmup=26, args=LAPTOP, sizes={
         "460K": Size(M, 1024, (256, 512), seeds=5, search=2), "1.5M": Size(L, 1024, (256, 512), seeds=3)}),
     "law": OF_LAW,
-    # `law` for GPUs: up to the paper's 120M
+    # `law` on GPUs: up to the paper's 120M
     "law_gpu": Preset(models=LAW_FAMILIES, warmup=30, rate_times_width=0.5, one_by_one=True, sizes={
         "8M": rung(7, 128, 8.0, search=2), "15M": rung(10, 192, 14.6, search=2),
         "30M": rung(10, 320, 29.4, search=1, rates=3), "60M": rung(10, 512, 59.3), "120M": rung(12, 768, 128.6)}, args=(
@@ -479,7 +479,7 @@ def sizes_of(text, known, check_set):
     if not colon and known.keys() >= {*text.split(",")}:
         return dict.fromkeys(text.split(","))
     if not colon or label in known or not re.fullmatch(r"[\w.-]+", label) or not all("=" in a for a in argv):
-        raise ConfigError(f"--sizes={text}: there are {', '.join(known)}; give of them, or another label with its "
+        raise ConfigError(f"--sizes={text}: there are {', '.join(known)}; give one of them, or another label with its "
                           "settings, as in --sizes=250K:n_layer=2,n_embd=96")
     check_set(argv)
     return {label: argv}

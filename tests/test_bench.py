@@ -278,7 +278,7 @@ SENT = {  # what gpu.faults looks at
     ("tests", '"ok"', '"over time"', "over time: "),
     ("tests", 'run": false', 'run": true', "a dry run measures nothing"),
     ("scan_cuda", "true", "false", "wrong: mamba 1 2 3 4 float32"),
-    ("training", "aaaaaaaaaaaa", "bbbb", "its commit is bbbb, and that of tests.json aaaaaaaaaaaa"),
+    ("training", "aaaaaaaaaaaa", "bbbb", "its commit is bbbb, but that of tests.json is aaaaaaaaaaaa"),
     ("training", "false", "null", "it was measured with uncommitted changes, or outside git"),
     ("training", "0.1", "-1", "rows.samples_seconds is -1"), ("training", "9.0", "NaN", "rows.last_loss is nan")])
 def test_records_that_cannot_be_sent_in_are_refused(name, old, new, words, tmp_path, capsys):

@@ -412,7 +412,7 @@ experiments/sweep.py laptop --cluster=pbs        slurm, ray or ray:HOST:PORT
 experiments/sweep.py laptop --cluster_args=partition=gpu   slurm, ray
 experiments/sweep.py laptop --cluster=slurm --cluster_args=gpu   key=value
 experiments/recall/mqar.py report --x=1          unknown key '--x'
-experiments/recall/mqar.py report                give the folder: of the sweep
+experiments/recall/mqar.py report                give the folder: the sweep's folder
 experiments/extrapolation.py run --preset=phone  expected one of laptop, steps, gpu
 experiments/vision/sweep.py run --config=imagenet   expected one of digits, cifar, tiny
 experiments/edit.py --minutes=nan                --minutes=nan: expected a finite number

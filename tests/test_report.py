@@ -176,7 +176,7 @@ DAMAGE = [  # file; what is set in it, or its new text, or None: it is removed; 
     ("result.json", {"val_tokens": 7}, "not comparable: val_tokens 7"),
     ("config.json", {"config__n_layer": 3}, "comparable: n_layer 3 where most have 2"),
     ("result.json", {"parameters": 460_001}, "comparable: parameters 460001 where most have 460000"),
-    ("result.json", {"val_document_losses": [math.nan] * 8}, "do not make up its loss"),
+    ("result.json", {"val_document_losses": [math.nan] * 8}, "do not add up to its loss"),
     ("config.json", {"config__init_from": "out/old"}, "comparable: init_from out/old where most have"),
     ("config.json", {"config__learning_rate": 1.0}, "another run's records: learning"),
     ("config.json", {"config__dtype": "bfloat16"}, "another run's records: dtype is bfloat16"),

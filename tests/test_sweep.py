@@ -668,7 +668,7 @@ duel gla gla@block_size=512 --dry-run       eval_block_size at 460K is 256 in gl
 duel gla@a gla@b --dry-run                  gla@WORD twice: both would have the same seeds
 laptop nothing                              config/nothing_laptop.py does not exist
 laptop --budgets=28 --dry-run               warmup of 26 and decay of 6 steps are more than max_iters 28
-laptop --sizes=120M                         there are 460K, 1.5M; give of them, or another label with its settings
+laptop --sizes=120M                         there are 460K, 1.5M; give one of them, or another label with its settings
 laptop --sizes=460K:n_layer=2               or another label
 laptop --sizes=a,b:n_layer=2                or another label
 laptop --sizes=9K:seed=2                    the sweep sets seed

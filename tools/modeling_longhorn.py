@@ -4,10 +4,10 @@
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)  # or it asks, to read the model's config
     model.generate(**tokenizer("def main():", return_tensors="pt"), max_new_tokens=40)
 
-SOURCES holds model.py, mixers.py, families/ and everything that they import from the repository, as of the export. They
-run in plain PyTorch, which reads prompts slowly; if the repository is on sys.path and its native kernels are unchanged,
-these are compiled and used. The cache for generation is the model's own state. Rows of a batch may be padded on either
-side.
+SOURCES holds model.py, mixers.py, families/ and everything that they import from the repository, as it was at the
+export. They run in plain PyTorch, which reads prompts slowly; if the repository is on sys.path and its native kernels
+are unchanged, these are compiled and used. The cache for generation is the model's own state. Rows of a batch may be
+padded on either side.
 """
 
 import hashlib
@@ -254,7 +254,7 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         return given.masked_fill(~real, unread).gather(1, order)
 
     def whole(self, given, counts, last_only):
-        """Logits (B, 1 + N, vocab_size) after 0 .. N tokens of each row, those after 0 are arbitrary. With last_only,
+        """Logits (B, 1 + N, vocab_size) after 0 .. N tokens of each row; those after 0 are arbitrary. With last_only,
         if no row is shorter, just those after the last token: (B, 1, vocab_size)."""
         N = max(1, int(counts.max()))
         if last_only and bool((counts == N).all()):

@@ -2,8 +2,8 @@
 
     S_ij += e_i k_j (x_i - k_j S_ij),   y_i = sum_j S_ij q_j         e: the step size eps, as kernels/scan.py defines it
 
-Each channel i and state j forgets at a rate of its own, 1 - e_i k_j^2, and yet four steps are one product of matrices.
-With g the largest e of a step over all channels, w = e / g and u = g k^2, both between 0 and 1,
+Each channel i and state j forgets at its own rate, 1 - e_i k_j^2, and yet four steps are one product of matrices. With
+g the largest e of a step over all channels, w = e / g and u = g k^2, both between 0 and 1,
 
     1 - e_i k_j^2        =  1 * (1 - u_j)  +  (1 - w_i) * u_j
     product over steps   =  sum over sets of steps   prod (1 - w_i)   *   prod u_j prod (1 - u_j)
@@ -11,7 +11,7 @@ With g the largest e of a step over all channels, w = e / g and u = g k^2, both 
 
 is exact: the brackets are multiplied out, one term for each set of steps, and a term is a number of the channel times a
 number of the state. Four steps have 16 sets, the inner dimension of one instruction of a tensor core. No term is
-negative, so that operands may be rounded to TF32. (1 - e k^2 as it stands gives terms of both signs: where a slot is
+negative, so operands may be rounded to TF32. (1 - e k^2 as it stands gives terms of both signs: where a slot is
 overwritten at each step they cancel, and in TF32 lose ten times as much.) The state is multiplied by 1 minus what is
 lost: the sum over steps t of w_t u_t times the product before t. So a memory that hardly fades does so at the right
 rate. g is free: the result does not depend on it.
@@ -269,7 +269,7 @@ class Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, e, x, k, q, h0, precision):
         (B, T, D), N = x.shape, k.shape[2]
-        g = e.float().amax(2).clamp_min(1e-20)  # (B, T); where all are 0 any number would do
+        g = e.float().amax(2).clamp_min(1e-20)  # (B, T); if all are 0, any number will do
         y = torch.empty_like(x)
         hT = torch.empty_like(h0)
         kept = h0.new_empty(T // SEGMENT, B, D, N)
@@ -296,9 +296,9 @@ class Scan(torch.autograd.Function):
 def longhorn_scan(e, x, k, q, h0=None, precision="tf32"):
     """(y, hT) of Longhorn's recurrence for given step sizes, with exact gradients.
 
-    e, x: (B, T, D); k, q: (B, T, N), N at most 64; h0: (B, D, N) float32, or None for zeros. e k^2 at most 1, as
-    Longhorn's is. precision: of the products' operands, "tf32", or "ieee" for float32; the rest is float32. y has x's
-    dtype, hT is float32.
+    e, x: (B, T, D); k, q: (B, T, N), N at most 64; h0: (B, D, N) float32, or None for zeros. e k^2 is at most 1, as in
+    Longhorn. precision: of the products' operands, "tf32", or "ieee" for float32; the rest is float32. y has x's dtype,
+    hT is float32.
     """
     (B, T, D), N = x.shape, k.shape[2]
     assert e.shape == x.shape and q.shape == k.shape == (B, T, N), "e and x are (B, T, D), k and q (B, T, N)"

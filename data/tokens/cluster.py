@@ -135,8 +135,8 @@ def run_on_ray(workers, options, **how):
         reserved = {key: float(value) for key, value in options.items()}
         ray.init(address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise DataError(f"Ray does not take --cluster_args ({in_short(error)}): give the address of one "
-                        "that runs, and numbers: address=auto,num_cpus=1,memory=2e9") from None
+        raise DataError(f"Ray does not take --cluster_args ({in_short(error)}): give the address of a "
+                        "running one, and numbers: address=auto,num_cpus=1,memory=2e9") from None
     RayPipelineExecutor(workers=workers, ray_remote_kwargs=reserved, **how).run()
     ray.shutdown()
 

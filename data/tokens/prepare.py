@@ -9,8 +9,8 @@
     python train.py config/longhorn_1b3.py --dataset=fineweb_edu         # or --dataset=fineweb_edu:0.8,mine:0.2
 
 Documents stay in the order of their source, each followed by the tokenizer's end-of-text token: training reads windows
-in random order anyway. Held out is the source's validation split; if it has none, documents are held out by the hash of
-their place. If there are only a few documents, the last tenth of the text is held out, at most a million characters.
+in random order anyway. The source's validation split is held out; if it has none, documents are, by the hash of their
+place. If there are only a few documents, the last tenth of the text is held out, at most a million characters.
 
 Local files are identified by their sha256, so each start reads them whole, at about 1 GB a second. A folder with tokens
 from other content is refused, and so is a file that changes while it is read.
@@ -71,7 +71,7 @@ RECIPES = {  # name: the arguments it stands for
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 SHARD_TOKENS = 100_000_000
 BATCH_CHARS = 1 << 20  # characters that a worker encodes at a time
-SAMPLE_CHARS = 4096  # characters of each batch that are decoded, to see if they come back
+SAMPLE_CHARS = 4096  # characters of each batch, decoded to see if the text comes back
 VAL_FRACTION, MOST_HELD_OUT = 0.0005, 1 << 20  # share of documents; most characters, if documents are few
 FEW = 8  # documents per split; fewer give no interval for a loss either (data/loader.py)
 USUAL_MARK = "<|endoftext|>"

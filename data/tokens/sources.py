@@ -99,14 +99,14 @@ def local_units(paths, reading):
                 units[-1].append(file)
                 size += n_bytes
     if not units:
-        raise DataError(f"--files {' '.join(map(str, paths))}: nothing to read, which ends in .parquet, "
+        raise DataError(f"--files {' '.join(map(str, paths))}: nothing to read; no file ends in .parquet, "
                         f"{', '.join(JSON_ENDINGS)} or .txt{about(reading.left_out)}: --endings=.md says what else is "
                         "text; tables, PDFs and archives are converted first: docs/your-data.md")
     return units
 
 
 def walk(path, reading, seen):
-    """The files at and below a path, in order of their names, each once, without hidden ones. Raises DataError."""
+    """The files at and below a path, sorted by name, each once, without hidden ones. Raises DataError."""
     real = path.resolve()
     if real in seen:
         reading.leave_out("met twice", path)
@@ -228,7 +228,7 @@ def documents(unit, reading):
     except ValueError as error:
         raise DataError(f"the documents cannot be read: {error}") from None
     except Exception as error:
-        raise DataError(f"the documents cannot be read on ({in_short(error)}): run the same command again, or name "
+        raise DataError(f"reading the documents stopped ({in_short(error)}): run the same command again, or name "
                         "another --text_column") from None
 
 
@@ -345,13 +345,13 @@ def decoded(stream, encoding):
     for chunk in itertools.chain([first[len(bom):]], iter(lambda: stream.read(PIECE_CHARS), b""), [b""]):
         zero = -1 if bom or encoding else chunk.find(0)
         if zero >= 0:
-            raise ValueError(f"byte {place + zero:,} is a zero: give --encoding, utf-16-le say, or utf-8 if it is text")
+            raise ValueError(f"byte {place + zero:,} is a zero: give --encoding: utf-16-le, or utf-8 if it is text")
         before = len(decoder.getstate()[0])  # bytes of an incomplete character
         try:
             yield decoder.decode(chunk, final=not chunk)
         except UnicodeError as error:
             byte = place - before + getattr(error, "start", 0)
-            remedy = "give --encoding, latin-1 or cp1252 say"
+            remedy = "give --encoding, such as latin-1 or cp1252"
             if bom:
                 remedy = "its byte order mark says that it is, so save it again"
             elif encoding:

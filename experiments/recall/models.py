@@ -165,7 +165,7 @@ class Hyena(nn.Module):
 class TaylorAttention(nn.Module):
     """Based's linear attention (Arora et al. 2024): weights 1 + s + s^2 / 2 in place of e^s, s = q.k / sqrt(n), n = 8.
 
-        phi(x) = [1, x / n^(1/4), (x outer x) / sqrt(2 n)];  S = S' + phi(k)^T [v, 1], which is all that it keeps
+        phi(x) = [1, x / n^(1/4), (x outer x) / sqrt(2 n)];  S = S' + phi(k)^T [v, 1], which is the whole state
         [num, den] = phi(q) S;  y = W_o (num / den)
     """
 

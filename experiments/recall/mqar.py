@@ -51,8 +51,8 @@ class Preset:
 
 
 PRESETS = {
-    # At equal compute, batches of 128 make four times the steps of the benchmark's 512, and learn more: of Longhorn's
-    # queries at a rate of 1e-2, 89% were right after 200 steps of 128 (seed 1), and 98% after 560 steps of 512.
+    # At equal compute, batches of 128 make four times the steps of the benchmark's 512, and learn more. At a rate of
+    # 1e-2 Longhorn answered 89% of the queries right after 200 steps of 128 (seed 1), and 98% after 560 steps of 512.
     "laptop": Preset({64: (*FIGURE4, "deltanet", "gla"), 128: ("attention", "mamba", "longhorn")}, widths=(64,),
                      lrs=(2.2e-3, 1e-2), args=("--batch_examples=128", "--epochs=3", "--eval_interval=130")),
     # Which one learns it sooner: steps to half of the queries, six seeds each.
@@ -86,7 +86,7 @@ class RecallSweep(Experiment):
     write = staticmethod(report.write)
     name = "recall_{preset}"
     columns = ("T", "pairs", "n_embd", "mixer", "steps", "flops")
-    estimated = " at most, as results/recall_laptop.json had it; a run stops where it answers enough of the test right"
+    estimated = " at most, going by results/recall_laptop.json; a run stops once it answers enough of the test right"
     per_gpu = 4  # small models leave most of a GPU idle
     sets = ("model", "block_size", "n_embd", "learning_rate", "seed", "out_dir", "resume")
     see = "--mixers, --Ts, --widths, --lrs, --seeds, --out"

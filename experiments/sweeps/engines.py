@@ -7,8 +7,8 @@ requeue or move a cell, and keeps no list of finished ones. Every engine has the
     all cells
     start(name, command)    submit a cell. Raises ConfigError if the cluster refuses it
     look()                  {name: (state, retry)} of the submitted cells. Until a cell ends, retry is None and state is
-                            "queued", "running" or the reason why it waits. Then state says how it ended and retry
-                            whether another try may help, and later calls leave it out. Raises ConfigError
+                            "queued", "running" or the reason why it waits. Then state says how it ended, retry says
+                            whether another try may help, and later calls leave the cell out. Raises ConfigError
     stop(kill)              withdraw queued cells; running ones save and stop, or are killed
     close()                 let go of the cluster, where jobs continue
 """
@@ -140,7 +140,7 @@ class Slurm:
         self.folder, self.mark, self.nproc, self.ids, self.stopping = folder, mark(folder), nproc, {}, False
         self.executor = submitit.SlurmExecutor(folder / "slurm")
         self.executor.update_parameters(time=None, setup=[f"NPROC={nproc}", *self.SETUP], additional_parameters={
-            "requeue": True, "chdir": REPO, "signal": "TERM@120", **options})  # no time: the partition's limit
+            "requeue": True, "chdir": REPO, "signal": "TERM@120", **options})  # default time: the partition's
 
     def jobs_by_cell(self):
         """{cell: (id, state, reason, exit status)} of each cell's newest job. Raises ConfigError."""
@@ -208,7 +208,7 @@ class RayCell:
         threading.Thread(target=self.leave, daemon=True).start()
 
     def leave(self):
-        """Free the node, even if no driver looks any more."""
+        """Free the node, even if no driver is watching any more."""
         import ray
 
         self.process.wait()

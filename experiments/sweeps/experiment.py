@@ -138,13 +138,14 @@ class Experiment:
         self.go(planned)
 
     def go(self, cells):
-        """Add cells to the plan, and run what has no final record yet."""
+        """Add cells to the plan, and run those without a final record."""
         runner.write_plan(self.folder, cells, **self.about(), uncommitted=self.diffs)
         self.cells += cells
         self.failed |= runner.run_cells(cells, self.folder, self.engine, self.program)
 
     def finish(self):
-        """Report, once all cells have run; without the packages for it, print the command that makes it later."""
+        """Report, once all cells have run; if the packages for it are missing, print the command that makes it
+        later."""
         try:
             check_packages()
         except ConfigError as error:
@@ -184,7 +185,7 @@ def say_written(paths):
 
 
 def say_failed(failed, cells):
-    """Print the failures, last of all that a sweep prints; return its exit code."""
+    """Print the failures, as the last lines of a sweep; return its exit code."""
     for name, why in failed.items():
         print(printable(f"FAILED {name}: {why}"))
     if failed:

@@ -91,7 +91,7 @@ def say_plan(cells, configs, gpu, count, nproc):
     print(f"{len(cells)} runs, {human(tokens)} tokens, {flops:.2g} FLOPs on {count} x {name}, {at_once} at a time: "
           f"about {runner.hours(sum(cell.seconds for cell in cells) / at_once)} in all")
     if min(cell.seconds for cell in cells) < 60:
-        print("a run of less than a minute takes longer: its start, and waiting for Python, are not in these times")
+        print("a run of less than a minute takes longer: these times leave out its start, and waiting for Python")
     print(f"measured: on one H200 (results/h200); assumed: {ASSUMED:.0%}, which small models do not reach; both are "
           "shares of this GPU's peak, without communication and evaluations")
     bytes_per_token = 4 if configs[0].vocab_size > 2**16 else 2

@@ -7,10 +7,10 @@ A sweep is a folder with a plan and a folder per cell, where a cell is one run:
     out/scaling_laptop/<cell>.txt    what it printed
 
 One process drives a sweep: it plans, submits, waits and reports. The cells run on this machine, under Slurm or on Ray
-(engines.py). A cell is finished once its result.json exists, which its process renames into place as its last act; no
-list is kept beside it. So after any kill the same command resumes the cells from their checkpoints, and later ones add
-to the plan. experiments/sweep.py plans runs, experiments/records.py reads them; recall, images and extrapolation use
-this module too.
+(engines.py). A cell is finished once its result.json exists, which its process renames into place as its last act.
+There is no other list of finished cells. So after any kill the same command resumes the cells from their checkpoints,
+and later ones add to the plan. experiments/sweep.py plans runs, experiments/records.py reads them; recall, images and
+extrapolation use this module too.
 """
 
 import contextlib
@@ -252,7 +252,7 @@ class Driver:
         return self.failed
 
     def adopt(self):
-        """Go on with the jobs that an earlier driver submitted."""
+        """Take over the jobs that an earlier driver submitted."""
         for name in self.engine.adopt([c.name for c in self.waiting], len(self.cells)):
             self.watch(next(c for c in self.waiting if c.name == name))
         at_once = "all at once" if self.engine.jobs == math.inf else f"{self.engine.jobs} at a time"
