@@ -44,7 +44,7 @@ class EvaluateConfig:
     out_dir: str  # the run's folder, with checkpoint.safetensors, or a checkpoint
     tasks: str = "embedded"  # comma-separated harness tasks or task files; paper: Table 2's; embedded: no download
     include: str = ""  # folder with your own task files (*.yaml), which can run code: use only files that you trust
-    limit: Whole = 0  # documents per task, to try things out; 0: all
+    limit: Whole = 0  # documents per task, for a quick try; 0: all
     batch_tokens: Count = 8192  # tokens per forward pass
     max_length: Whole = 0  # context limit in tokens; 0: none, even beyond the training block
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of matrix products; auto: bfloat16 where it is fast

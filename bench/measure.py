@@ -109,7 +109,7 @@ def compare(got, true, slack):
 
 
 def wrong_in(comparisons):
-    """'y by 1.0e-02 (at most 2.0e-06), ...' for all that is wrong, or ''."""
+    """'y by 1.0e-02 (at most 2.0e-06), ...' for everything that is wrong, or ''."""
     words = []
     for name, row in comparisons.items():
         if not row["right"]:

@@ -12,7 +12,7 @@ from data.shards import shards_sha256
 
 
 class MixtureData(TokenData):
-    """Several datasets in fixed shares: which one the run's n-th window comes from depends on (seed, n) alone.
+    """Several datasets in fixed shares: which one the run's n-th window comes from depends only on (seed, n).
 
     The shares' common denominator is the length of a cycle, 5 for 0.8 and 0.2: in every cycle each dataset has exactly
     its share of the windows, at shuffled places. Each dataset's windows come in their own order, once per epoch of that

@@ -506,7 +506,8 @@ def compare_versions(c, minutes, engine):
 
 
 def describe(c, edit, plans, decision):
-    """The numbers of edit.json about an edit at a size: the sentence, the losses, and notes on how far it reaches."""
+    """What edit.json says about an edit at a size: the sentence, the losses, and notes on what the sentence does not
+    cover."""
     n = decision.pairs
     error = c.args.error
     notes = c.notes(edit)

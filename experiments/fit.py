@@ -1,7 +1,7 @@
 """The scaling law of families: its constants, the tokens and compute of one against another's, the loss of further
 runs.
 
-    L(N, D) = E + (A / N^alpha + B / (D - D0)^beta)^gamma    N parameters but the embedding's, D tokens, L nats a token
+    L(N, D) = E + (A / N^alpha + B / (D - D0)^beta)^gamma    N parameters less the embedding, D tokens, L nats per token
 
     additive  D0 = 0, gamma = 1        Hoffmann et al. 2022, approach 3
     offset    gamma = 1                the tokens of the warmup teach less
@@ -38,9 +38,9 @@ class CannotFit(ValueError):
 
 
 Fit = namedtuple("Fit", "E A alpha B beta D0 gamma cost")  # cost: half the sum of squares, or the summed Huber loss
-# Runs of a family, sizes and budgets ascending. sizes: their labels; N, flops (sizes,): parameters but the embedding's,
-# FLOPs per token; D (sizes, budgets) tokens; log_L (seeds, sizes, budgets); rate_cost (sizes,): what errors of the
-# rates cost in log L, on average
+# Runs of a family, sizes and budgets ascending. sizes: their labels; N, flops (sizes,): parameters without the
+# embedding, FLOPs per token; D (sizes, budgets) tokens; log_L (seeds, sizes, budgets); rate_cost (sizes,): what errors
+# of the rates cost in log L, on average
 Family = namedtuple("Family", "sizes N flops D log_L rate_cost")
 
 

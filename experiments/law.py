@@ -83,7 +83,7 @@ def rate_costs(searches, rates, widths):
 
 
 def reported(runs):
-    """The runs of reported seeds that count."""
+    """The runs of reported seeds, without those left out."""
     return runs[(runs.stage == "seed") & (runs.left_out == "")].astype({"seed": int, "tokens": float})
 
 
@@ -356,7 +356,7 @@ def rows_of_constants(choices):
 
 
 def coverage(path):
-    """What a record of law_simulation.py says."""
+    """A table of what a record of law_simulation.py says."""
     if not path.exists():
         return "This has not been simulated: `python experiments/law_simulation.py results/law/simulation.json`."
     record = read_json(path)

@@ -115,13 +115,13 @@ def origin(runs):
 
 
 def uncommitted(runs):
-    """Blocks: how the code of runs with uncommitted changes differed from its commit."""
+    """Blocks of Markdown: how the code of runs with uncommitted changes differed from its commit."""
     diffs = runs.attrs.get("uncommitted", [])
     return ["## Uncommitted changes", *(textwrap.indent(diff, "    ") for diff in diffs)] if diffs else []
 
 
 def code(runs):
-    """Blocks: the versions of the code that the runs have, if there are several."""
+    """Blocks of Markdown: the versions of the code that the runs have, if there are several."""
     versions = runs.attrs["code"]
     how = "Only runs of the first version are compared."
     if runs.attrs["accepted"]:

@@ -223,7 +223,7 @@ def why_unfinished(folder):
 
 
 def checked(kind, name, at, records, accept_code=()):
-    """The row of a finished run at its place in the plan, with `same`, {group: values} that comparable runs share.
+    """The row for a finished run at its place in the plan, with `same`, {group: values} that comparable runs share.
     Raises BadRecord."""
     result, record, evaluations = records
     with fields():

@@ -186,7 +186,7 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def state_dict(self, *args, **how):
-        """Without what get_extra_state returns, which is for training."""
+        """The state_dict without what get_extra_state returns, which is for training."""
         state = super().state_dict(*args, **how)
         for name in [name for name in state if name.endswith("_extra_state")]:
             del state[name]

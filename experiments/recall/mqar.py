@@ -92,7 +92,7 @@ class RecallSweep(Experiment):
     see = "--mixers, --Ts, --widths, --lrs, --seeds, --out"
 
     def plan(self):
-        """The preset as the command line changes it, the rates of a point together."""
+        """The preset as the command line changes it, with the rates of a point in a row."""
         import torch
 
         from experiments.recall import cell

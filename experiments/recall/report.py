@@ -119,7 +119,7 @@ def page(runs):
 
 
 def pairs(several):
-    """Rows: two mixers of the same T and width, their difference in recall, and whether one gets there sooner."""
+    """A row per two mixers of the same T and width: their difference in recall, and whether one gets there sooner."""
     rows = []
     for (T, width), group in several.groupby(["T", "n_embd"]):
         for p, q in combinations(group.itertuples(), 2):

@@ -86,7 +86,7 @@ class Local:
         self.pool, self.cells = ThreadPoolExecutor(jobs), {}
 
     def adopt(self, names, total):
-        """There are none: cells stop with their driver. Threads per cell depend on `total`, so a restart does not
+        """Adopts none, since cells stop with their driver. Threads per cell depend on `total`, so a restart does not
         change them."""
         self.threads = max(1, cores() // min(self.jobs, total) // self.nproc)
         return []

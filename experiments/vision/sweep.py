@@ -1,4 +1,4 @@
-"""Images: ViL beside Vision Mamba and a ViT at equal parameters, by seed, depth and direction; the paper's Table 3.
+"""Images: ViL against Vision Mamba and a ViT at equal parameters, by seed, depth and direction; the paper's Table 3.
 
     python experiments/vision/sweep.py run                  scikit-learn's digits: 27 runs, two hours of one CPU core
     python experiments/vision/sweep.py run --seeds=4,5      more seeds; they add to the same folder
