@@ -1,5 +1,5 @@
-"""The benchmarks as far as a machine without a GPU can tell: each runs and writes its record, a wrong kernel or state
-is not timed, and refusals are one line. Numbers taken here mean nothing.
+"""The benchmarks, as far as they can be tested without a GPU: each runs and writes its record, a wrong kernel or state
+is not timed, and refusals are one line. The numbers mean nothing.
 
     python -m pytest tests/test_bench.py
 """
@@ -37,7 +37,7 @@ TINY = [*(f"--{name}={size}" for name, size in SHAPE.items()), "--threads=1"]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Times count for nothing here, and a search of all that PyTorch and the tests hold takes 0.3 s before each."""
+    """Skips the collection of garbage before each timing, which takes 0.3 s; times do not matter here."""
     monkeypatch.setattr(gc, "collect", lambda *_: 0)
     monkeypatch.setattr(measure.Cpu, "flush_bytes", 1 << 16)
     monkeypatch.setattr(records, "environment", environment)
@@ -52,7 +52,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def here(monkeypatch):
-    """Workers are in this process."""
+    """Workers run in this process."""
     def begin(self, *made_of, **row):
         make, spec = pickle.loads(pickle.dumps(made_of))
         self.held = make(spec)
@@ -95,7 +95,7 @@ def test_a_wrong_scan_is_not_timed(run, monkeypatch):
 
 
 def test_what_takes_turns_is_timed_alone_and_then_with_its_backward(monkeypatch):
-    """And no longer than two seconds, but three times."""
+    """Each is timed for at most two seconds, but at least three times."""
     def laps(self, *steps):
         for lap in steps:
             lap()
@@ -109,7 +109,7 @@ def test_what_takes_turns_is_timed_alone_and_then_with_its_backward(monkeypatch)
 
 
 def test_step(here, monkeypatch, tmp_path):
-    """The record is written after every round: an interrupt leaves those that ended."""
+    """The record is written after every round, so an interrupt leaves the finished rounds."""
     written = []
     monkeypatch.setattr(measure, "write_record", lambda out, record: written.append(json.loads(json.dumps(record))))
     assert step.main([*TINY, "--families=longhorn", "--rounds=2", "--kernels", f"--out={tmp_path}/step.json"]) == 0
@@ -126,7 +126,7 @@ def test_step(here, monkeypatch, tmp_path):
 
 
 class Held:
-    """What a worker holds in a test."""
+    """What a worker holds, as a test needs it."""
 
     def __init__(self, turn):
         print("which kernels", file=sys.stderr)
@@ -137,7 +137,7 @@ class Held:
 
 
 def test_a_worker_says_why_it_ended(monkeypatch):
-    """Forked, which is quick; real ones cannot be, as PyTorch's threads and CUDA may run here."""
+    """The worker is forked, which is quick; real ones are not, because PyTorch's threads and CUDA may be running."""
     context = multiprocessing.get_context("fork")
     monkeypatch.setattr(multiprocessing, "get_context", lambda way: context)
     row = measure.Worker(Held, None).row
@@ -179,7 +179,7 @@ def test_generate(here, run, monkeypatch):
     (Stage("x", 60, ["sh", "-c", "kill -ABRT $$"]), "failed", "ended by signal 6 (SIGABRT)"),
     (Stage("x", 60, [], ("no_such_package",)), "skipped", "no_such_package is not installed")])
 def test_a_stage_of_a_gpu_that_does_not_succeed_says_why(stage, status, reason, tmp_path):
-    """A record of before does not stay."""
+    """An older record is deleted."""
     (tmp_path / "x.json").write_text('{"old": 1}')
     gpu.run_stage(stage, tmp_path, stage.limit_s)
     record = read_json(tmp_path / "x.json")
@@ -200,7 +200,7 @@ echo 'in short: well'
 
 
 def test_a_stage_of_a_gpu_adds_how_it_ended_to_its_record_and_at_which_clock(tmp_path, monkeypatch):
-    """That of the times when the GPU was busy; a line that was cut or says "[N/A]" is none."""
+    """The clock counts only while the GPU was busy; a line that is cut or says "[N/A]" is ignored."""
     (tmp_path / "nvidia-smi").write_text(SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -224,7 +224,7 @@ def test_a_stage_gets_the_time_that_others_do_not_need():
 
 
 def test_what_does_not_build_is_not_timed_and_a_success_is_not_repeated(tmp_path, capsys):
-    """Also in later calls. Every failure and every stage left out counts."""
+    """Later calls do the same. Every failure and every stage left out counts."""
     add = ["sh", "-c", f"printf x >> {tmp_path}/ran"]
     done = {}
     good = Stage("a", 10, add)
@@ -256,7 +256,7 @@ def test_what_runs_operators_on_a_gpu_tried_on_the_cpu(name, rows, run, monkeypa
 
 
 def test_a_variant(run, monkeypatch):
-    """Timed in this process."""
+    """It is timed in this process."""
     environment()
     here = lambda command, **how: subprocess.CompletedProcess(command, bench_ops.main(command[2:]) or 0)
     monkeypatch.setattr(subprocess, "run", here)

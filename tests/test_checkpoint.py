@@ -22,7 +22,7 @@ from runtime.checkpoint import CheckpointError, flatten, load, rng_state, save, 
 
 
 def bits(x):
-    """What differs wherever a type, dtype, shape, order of keys or any bit does."""
+    """A value that differs wherever a type, dtype, shape, key order or bit differs."""
     if isinstance(x, torch.Tensor):
         raw = torch.empty(x.numel(), dtype=x.dtype).copy_(x.reshape(-1)).view(torch.uint8)
         return x.dtype, x.shape, raw.numpy().tobytes()
@@ -67,7 +67,7 @@ def test_dtypes_and_shapes_round_trip(tmp_path, dtype):
 
 
 def test_what_was_loaded_is_a_copy_of_what_was_saved(tmp_path):
-    """Of views, ties and parameters, under any name; it is no window onto the file, and others read that too."""
+    """For views, ties and parameters, under any name. It is not a view of the file, which others read too."""
     w, path = torch.nn.Parameter(torch.randn(6, 8)), tmp_path / "c"
     meta = {"step": 3, "x": [1.5, None, "ü\n\"\\"], "bytes": "0" * 16, "crc32": "\"crc32\":\"00000000\"",
             "inf": math.inf}
@@ -143,7 +143,8 @@ def test_a_state_that_does_not_fit_is_one_line():
 
 
 def test_every_rank_restores_the_state_of_its_own_gpu(monkeypatch):
-    """Rank 0 saves: its view of other GPUs is untouched, and ranks that took it would draw again from the start."""
+    """Rank 0 saves, but has not used the other GPUs: ranks that took its state of them would draw from the start
+    again."""
     restored, mine = [], torch.tensor([7], dtype=torch.uint8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: mine)
@@ -166,7 +167,7 @@ def test_any_changed_byte_is_refused(tmp_path):
 
 
 class Malice:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, mark):
         self.mark = mark
@@ -176,7 +177,7 @@ class Malice:
 
 
 def forge(meta, entry="", data=b""):
-    """The content of a file with the right sum whose header holds the JSON `meta` and `entry`."""
+    """The content of a file with the right checksum and this JSON `meta` and `entry` in its header."""
     about = '{"__metadata__":{"version":"1","bytes":"%016d","crc32":"%08x",'
     length = len(about % (0, 0)) + len(f"{meta}}}{entry}}}")
     content = lambda crc: (length.to_bytes(8, "little") + (about % (8 + length + len(data), crc)).encode()
@@ -226,7 +227,7 @@ def test_where_no_checkpoint_is_the_newest_elsewhere_are_named(tmp_path, monkeyp
 
 
 def test_the_traps_were_armed(tmp_path):
-    """What is refused above would run, or be read, if somebody opened it."""
+    """What is refused above would run, or be read, if somebody opened the file."""
     pickle.loads(pickle.dumps(Malice(tmp_path / "ran")))
     assert (tmp_path / "ran").exists()
     (tmp_path / "c").write_bytes(forge('"meta":"{}"', ',"x":{"dtype":"I8","shape":[1],"data_offsets":[0,1]}', b"7"))
@@ -234,7 +235,7 @@ def test_the_traps_were_armed(tmp_path):
 
 
 def test_weights_alone(tmp_path):
-    """Of a run or an imported model; of the optimiser's tensors, twice as large, none is made."""
+    """Of a run or an imported model. The optimiser's tensors, twice as large, are not created."""
     state = {"model": {"a": torch.ones(2), "b.c": torch.zeros(3)}, "optimizer": {"model.x": torch.ones(4)}}
     tensors, skeleton = checkpoint.flatten(state)
     save(tmp_path / "c", tensors, {"skeleton": skeleton, "step": 3})
@@ -264,7 +265,7 @@ def files(folder):
 
 @pytest.mark.parametrize("links", [True, False])
 def test_the_last_and_the_best_are_kept(tmp_path, monkeypatch, links):
-    """As hard links, or as copies where the file system has none; and a step that is kept on purpose."""
+    """As hard links, or as copies if the file system has none; a step kept on purpose stays too."""
     if not links:
         monkeypatch.setattr(os, "link", mock.Mock(side_effect=OSError(errno.EPERM, "no links")))
     manager = checkpoint.CheckpointManager(tmp_path, keep=3, kept_steps={3})
@@ -290,14 +291,14 @@ def test_the_last_and_the_best_are_kept(tmp_path, monkeypatch, links):
 
 
 def killed_at(monkeypatch, place, name, save):
-    """`save` is interrupted where it calls this function."""
+    """`save` is interrupted when it calls this function."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(place, name, mock.Mock(side_effect=KeyboardInterrupt))
         save()
 
 
 def test_a_kill_leaves_the_rest_to_the_resumed_run(tmp_path, monkeypatch):
-    """Before the best has its name, and before the oldest is deleted."""
+    """It comes before the best has its name, or before the oldest is deleted."""
     manager, newest = checkpoint.CheckpointManager(tmp_path), tmp_path / checkpoint.NEWEST
     write = lambda step, **loss: manager.save({"w": torch.zeros(2)}, {"step": step}, **loss)
     go_on = lambda path: checkpoint.CheckpointManager(tmp_path).on_resume(path, load(path)[1])

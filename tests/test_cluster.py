@@ -49,7 +49,7 @@ def stand_in(tmp_path):
 
 @pytest.fixture(scope="module")
 def two_nodes():
-    """A cluster of Ray's, of two nodes with a CPU each."""
+    """A Ray cluster of two nodes with one CPU each."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -74,7 +74,7 @@ def set_node(state):
 
 
 def no_steps():
-    """Whether the node has no processes of jobs: each step has a socket."""
+    """True if no job has processes on the node: each step has a socket."""
     return not list((Path(os.environ["SLURM_CONF"]).parent / "spool").glob("*_[0-9]*.[0-9]*"))
 
 
@@ -97,7 +97,7 @@ def test_a_driver_adopts_the_jobs_of_the_one_before(cluster, start, tmp_path, st
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_driver_that_stops_asks_its_cells_to_save(cluster, start, tmp_path, stand_in, signals):
-    """The one that waits is withdrawn; a second signal kills."""
+    """The cell that waits is withdrawn; a second signal kills the others."""
     cells = {**gated(tmp_path, 2), "later": [f"--gate={tmp_path}/gate"]}
     driver = drive(start, tmp_path, stand_in, cells, **cluster)
     wait_until(both_have(tmp_path, "held"), 240)
@@ -115,7 +115,7 @@ def test_a_driver_that_stops_asks_its_cells_to_save(cluster, start, tmp_path, st
 
 
 def test_a_branch_waits_and_a_failure_stops_nobody(cluster, tmp_path, stand_in):
-    """A node without a package, or without the data set, is one line."""
+    """A node that lacks a package or the data set is reported in one line."""
     engine = engines.open_engine(cluster["cluster"], cluster["cluster_args"], tmp_path, 2)
     engine.poll_seconds = 0.5
     cells = [Cell("branch", [], after="trunk"), Cell("trunk", []), Cell("lost", ["--needs=no_such_package"])]
@@ -169,7 +169,7 @@ def test_a_slurm_that_does_not_answer_is_one_line(start, tmp_path, stand_in):
 
 @SLURM
 def test_a_job_that_slurm_holds_is_one_line(start, tmp_path, stand_in):
-    """Its node failed and is back before the job's first step has ended: it cannot be started there again."""
+    """Its node failed and came back before the job's first step had ended, so it cannot start there again."""
     cells = {"a": [f"--gate={tmp_path}/gate"], "b": []}
     driver = drive(start, tmp_path, stand_in, cells, "slurm", "time=9")
     wait_until(lambda: (tmp_path / "a/held").exists() and is_finished(tmp_path / "b"), 240)
@@ -188,7 +188,8 @@ def test_a_job_that_slurm_holds_is_one_line(start, tmp_path, stand_in):
 
 @SLURM
 def test_the_time_limit_of_slurm(start, tmp_path, stand_in):
-    """A cell is warned, saves, and goes on in another job. One that does not get further has failed; nobody waits."""
+    """A cell is warned, saves and goes on in another job. A cell that makes no progress has failed; nobody waits for
+    it."""
     cells = {"far": [f"--gate={tmp_path}/gate"], "deaf": [f"--gate={tmp_path}/none", "--deaf="]}
     driver = drive(start, tmp_path, stand_in, cells, "slurm", "time=1,signal=TERM@40")
     wait_until(lambda: (tmp_path / "far" / "saving").exists(), 240)
@@ -200,7 +201,8 @@ def test_the_time_limit_of_slurm(start, tmp_path, stand_in):
 
 @SLURM
 def test_deploy_slurm_sh(launch, data, tmp_path):
-    """Requeued by hand, then warned of its time limit, it starts again by itself and ends as if nothing had been."""
+    """The job is requeued by hand and later warned of its time limit. It starts again by itself and ends as if nothing
+    had happened."""
     argv = lambda out: arguments(data, out, RUN, micro_batch_size=2)
     launch(argv(tmp_path / "whole"), 2).succeed()
     gates, out = tmp_path / "gates", tmp_path / "run"

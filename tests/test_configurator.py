@@ -187,7 +187,7 @@ warmup_iters = 100 # not super necessary potentially
 
 
 def answers(config_class, argv):
-    """What the one line says about each key that is unknown, or whose value is."""
+    """The line for each key that is unknown or has a wrong value."""
     with pytest.raises(ConfigError) as caught:
         load(config_class, argv)
     return re.split("; (?=unknown|--[^h])", str(caught.value))
@@ -436,7 +436,7 @@ def test_what_a_program_cannot_take_gets_one_line(command, words, tmp_path, monk
 
 
 def python(code, errors="", **how):
-    """(exit code, what went to standard error) of a process that does this inside main_error."""
+    """(exit code, standard error) of a process that runs this inside main_error."""
     code = f"import sys\nfrom common import errors\nwith errors.main_error('p'{errors}): {code}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, **{"stderr": subprocess.PIPE, **how})
     return done.returncode, done.stderr
@@ -538,7 +538,7 @@ for program in programs:
 @pytest.mark.parametrize("given, kept", [({}, ["3000", "1", None]), ({"GOMP_SPINCOUNT": "7"}, ["7", None, None]),
                                          ({"OMP_WAIT_POLICY": "active"}, [None, None, "active"])])
 def test_threads_do_not_spin_for_long_unless_someone_has_said_so(given, kept):
-    """What a program imports before PyTorch, whose library of threads reads the environment then."""
+    """Programs import this before PyTorch, whose thread library then reads the environment."""
     names = "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY"
     code = f"import os, sys, common.start; print([os.environ.get(name) for name in {names}], 'torch' in sys.modules)"
     environment = {key: text for key, text in os.environ.items() if key not in names}

@@ -65,7 +65,7 @@ def folder_1000(tmp_path_factory):
 
 
 def edit_meta(folder, **changes):
-    """Change fields of a meta.json, as another program might write them."""
+    """Change fields of a meta.json, as another program might."""
     path = folder / "meta.json"
     writer.write_sealed(path, json.loads(path.read_text()) | changes)
 
@@ -82,8 +82,8 @@ def write_files(root, files):
 @given(n=st.integers(1, 200), per_step=st.integers(1, 40), seed=st.integers(0, 2**31),
        steps=st.lists(st.integers(0, 12), min_size=1))
 def test_the_order_is_the_one_that_past_runs_saw(n, per_step, seed, steps):
-    """Permutations end to end, whatever is asked first: another order would resume every checkpoint in the wrong
-    place."""
+    """Permutations follow one another, whatever is asked for first. With another order, every checkpoint would resume
+    in the wrong place."""
     assert step_windows(10, 10, 1337, 0).tolist() == [7, 6, 3, 5, 2, 8, 4, 9, 0, 1]
     assert (step_windows(70_000, 70_000, 1, 3) == np.random.default_rng([1, 3]).permutation(70_000)).all()
     late = np.random.default_rng([1337, 4 * 10**8]).permutation(10)
@@ -137,7 +137,7 @@ def token_data(folder, batch_tokens=192):
 
 @pytest.mark.parametrize("processes, micro, step", [(1, 5, 0), (2, 4, 3), (3, 9, 61)])
 def test_a_step_is_the_same_however_it_is_shared_and_cut(folder_1000, processes, micro, step):
-    """Rank after rank, its windows in order; a window is 16 tokens and their successors."""
+    """Its windows are in order, rank after rank; a window is 16 tokens and their successors."""
     data = token_data(folder_1000)
     starts = (step_windows(62, 12, 7, step) * 16).tolist()
     parts = [list(data.micro_batches(step, rank, processes, micro)) for rank in range(processes)]
@@ -232,8 +232,8 @@ def test_a_folder_that_a_model_cannot_use_is_refused(tmp_path):
 
 
 def test_shards_are_one_array(tmp_path, monkeypatch):
-    """Slices within a file, from its first token, up to its last, over two and all, and beyond the end, with few of
-    them open; the hash is of the files' hashes, in order."""
+    """Slices lie within a file, start at its first token or end at its last, span two files or all, or go beyond the
+    end. Few files are open at once. The hash is over the files' hashes, in order."""
     monkeypatch.setattr(shards, "MOST_OPEN", 9)
     files, ends = [], [7, 8, *range(30, 61)]
     for start, stop in itertools.pairwise([0, *ends]):
@@ -251,7 +251,8 @@ def test_shards_are_one_array(tmp_path, monkeypatch):
 
 
 def test_ids_outside_the_vocabulary_of_a_longer_split(tmp_path, monkeypatch):
-    """Slices are looked at, the first and last tokens among them, and what prepare.py recorded, which read them all."""
+    """We check samples, with the first and last tokens, and the largest id that prepare.py recorded, which read all
+    tokens."""
     write_folder(tmp_path, train=50_000, vocab_size=100)
     for name, value in (("FULL_CHECK_TOKENS", 10_000), ("SPOT_CHECKS", 5), ("SPOT_TOKENS", 10)):
         monkeypatch.setattr(prepared, name, value)
@@ -298,7 +299,7 @@ def test_two_processes_do_not_prepare_one_folder(tmp_path):
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """A folder of 60 small source files like a standard library, with what is to be skipped."""
+    """A folder of 60 small source files like a standard library's, with files that must be skipped."""
     monkeypatch.setattr(pystdlib, "xz9_bits_per_byte", lambda files: 1.5)  # which takes hundreds of megabytes
     files = {f"package{i % 7}/module{i}.py": f"# module {i}\n" + f"x{i} = {i}\n" * 40 for i in range(60)}
     write_files(tmp_path / "lib", {
@@ -464,7 +465,7 @@ def test_adopted_tokens_are_those_of_the_files(tmp_path, vocab_size, given):
 
 
 def test_adopt_nanogpts_characters(tmp_path):
-    """meta.pkl is read, without running what it names; files of numpy.save are copied."""
+    """meta.pkl is read without running what it names; files of numpy.save are copied."""
     folder = nanogpt(tmp_path / "play", [1, 2, 0])
     for first in 1, 0:
         rows = {"\n": first, "é": first + 1, "b": first + 2}
@@ -482,7 +483,7 @@ def test_adopt_nanogpts_characters(tmp_path):
 
 @pytest.mark.parametrize("magic, dtype", [(20240520, np.uint16), (20240801, np.uint32)])
 def test_adopt_llm_cs_files(tmp_path, magic, dtype):
-    """In the order of their names; a number of tokens that the header does not say is refused."""
+    """They are read in the order of their names; a number of tokens that differs from the header is refused."""
     for name, ids, count in ("a_train_000002", [7], 1), ("a_train_000001", [5, 6], 2), ("a_val_000000", [8, 9], 3):
         header = np.zeros(256, np.int32)
         header[[0, 2]] = magic, count
@@ -546,7 +547,8 @@ def test_no_network_for_shakespeare():
 # ---- data/tokens: shards, openwebtext and other recipes, mixtures
 
 def nanogpt_order(texts, text, fraction, seed=2357):
-    """{split: tokens} as nanoGPT's prepare.py has them: datasets' split, each document's tokens and its end."""
+    """{split: tokens} as in nanoGPT's prepare.py: datasets' split, and each document's tokens followed by the end of
+    text."""
     parts = datasets.Dataset.from_dict({"text": texts}).train_test_split(test_size=fraction, seed=seed, shuffle=True)
     encode = lambda part: [i for document in part["text"] for i in [*text.encode_ordinary(document), text.eot_token]]
     return {"train": encode(parts["train"]), "val": encode(parts["test"])}
@@ -564,7 +566,7 @@ def small_units(monkeypatch, tmp_path):
 
 @pytest.fixture
 def prepare(tmp_path):
-    """data/tokens/prepare.py's, with what is usual here."""
+    """data/tokens/prepare.py's `prepare`, with the usual arguments."""
     return functools.partial(any_tokens.prepare, out=tmp_path / "out", tokenizer="bytes", val_fraction=0.2)
 
 
@@ -577,7 +579,7 @@ def files_of_every_kind(folder, units):
 
 
 def test_any_files_become_shards(small_units, tmp_path, prepare):
-    """Of the tokens of each document, in order; a text is one document."""
+    """The shards hold each document's tokens in order; a text is one document."""
     texts = ["half a character \ud83d", *documents(149), "one text\n" * 100 + "the end"]
     units = [texts[:40], texts[40:80], texts[80:120], texts[120:150], texts[150:]]
     files_of_every_kind(tmp_path / "files", units)
@@ -613,8 +615,8 @@ def test_each_shard_is_watched(small_units, tmp_path, prepare):
 
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])
 def test_tokens_go_on_after_kill_9(small_units, tmp_path, prepare, kind):
-    """Before the renames of a shard's files and of plan.json; at last with a shard that the disk lost. Of two texts,
-    the second is divided."""
+    """It is killed before the renames of a shard's files and of plan.json; at the end the disk has lost a shard. There
+    are two texts, the second of which is divided."""
     out, files = tmp_path / "out", [tmp_path / f"{name}.{kind}" for name in "ab"]
     for path, texts in zip(files, (documents(10), documents(80)), strict=True):
         write_jsonl(path, texts) if kind == "jsonl" else path.write_text("".join(texts), encoding="utf-8")
@@ -636,7 +638,7 @@ def test_tokens_go_on_after_kill_9(small_units, tmp_path, prepare, kind):
 
 
 def test_a_data_set_of_the_hub(small_units, tmp_path, prepare):
-    """Streamed shard by shard, with its own validation split; the documents are left in their order."""
+    """It is streamed shard by shard, with its own validation split, and its documents stay in order."""
     (tmp_path / "hub").mkdir()
     texts = documents(80)
     for name, start, stop in (("train-0", 0, 40), ("train-1", 40, 70), ("validation-0", 70, 80), ("test-0", 0, 9)):
@@ -676,7 +678,7 @@ def test_tiktokens_own_files(tmp_path, prepare):
     (["line\n" * 5000], None, 2**11),
 ])
 def test_few_documents_are_divided(small_units, tmp_path, prepare, monkeypatch, texts, fraction, held_out):
-    """In their order, with an end of text behind each; the tail, from a line or a word on, is held out."""
+    """They stay in order, each followed by an end of text; the tail, starting at a line or a word, is held out."""
     monkeypatch.setattr(any_tokens, "MOST_HELD_OUT", 2**11)
     write_files(tmp_path, {"small": "a", **{f"texts/{i}.txt": text for i, text in enumerate(texts)}})
     split = lambda name: prepare(files=[tmp_path / name], val_fraction=fraction, endings=("small",))
@@ -734,7 +736,7 @@ ENCODINGS = [  # the file, --encoding, its text, or words of the line that refus
 
 @pytest.mark.parametrize("content, encoding, text", ENCODINGS)
 def test_encodings(small_units, tmp_path, prepare, content, encoding, text):
-    """Whatever the files beside it are: UTF-8 is read as such."""
+    """Files in UTF-8 are read as UTF-8, whatever the encoding of the others."""
     (tmp_path / "a.txt").write_bytes(content)
     read = lambda: prepare(files=[tmp_path / "a.txt"], encoding=encoding)
     if "byte" in text or "unknown" in text:
@@ -746,7 +748,8 @@ def test_encodings(small_units, tmp_path, prepare, content, encoding, text):
 @pytest.mark.parametrize("separator, between", [("<|endoftext|>", "\n<|endoftext|>\n"), (r"\n\n", "\n\n\n"),
                                                 (r"\n\n", "\r\n\r\n"), ("\n--\n", "\r\n\n--\n"), (r"\t|\t", "\t|\t")])
 def test_documents_between_separators(tmp_path, prepare, monkeypatch, capsys, separator, between):
-    """However the file falls into parts; nothing of empty documents, and of line breaks beside a separator."""
+    """It does not matter how the file is cut into parts. Empty documents, and line breaks beside a separator, leave
+    nothing."""
     texts = [text.strip().replace("<|endoftext|>", "") for text in documents(60)] + ["x" * 99]
     (tmp_path / "a.txt").write_text(between + between.join(texts) + between, encoding="utf-8")
     for most in 5, 64, 10**6:
@@ -782,7 +785,7 @@ SOURCE = (ROOT / "model.py").read_text()[:20_000]
 
 @pytest.mark.parametrize("kind", ["gpt2", "hf"])
 def test_a_text_in_pieces_has_the_tokens_of_the_whole(small_units, tmp_path, prepare, kind):
-    """Where the tokenizer can read it whole: a million blanks are too many for tiktoken."""
+    """Wherever the tokenizer can read it whole: a million blanks are too many for tiktoken."""
     (tmp_path / "a.txt").write_text(SOURCE)
     how = {"tokenizer": "gpt2", "vocab": VOCAB}
     if kind == "hf":
@@ -868,7 +871,7 @@ NO_TOKENS = """
 
 @pytest.fixture(scope="module")
 def odd_files(tmp_path_factory):
-    """A folder of what people bring, and cannot be read."""
+    """A folder of files that people bring and that cannot be read."""
     folder = tmp_path_factory.mktemp("odd")
     source = write_jsonl(folder / "a.jsonl", documents(150))
     write_jsonl(folder / "one.jsonl", ["a"])
@@ -884,7 +887,7 @@ def odd_files(tmp_path_factory):
 
 @pytest.mark.parametrize("typed, words", table(NO_TOKENS))
 def test_what_any_tokens_refuses(small_units, odd_files, tmp_path, monkeypatch, typed, words):
-    """Nothing stays that would need --force."""
+    """It leaves nothing behind that would need --force."""
     monkeypatch.chdir(odd_files)
     monkeypatch.setattr(sources, "MOST_OF_A_LINE", 150_000)
     given = ["prepare.py", f"--out={tmp_path}/out", "--tokenizer=bytes", "--val_fraction=0.2", *typed.split()]
@@ -989,7 +992,8 @@ def windows_one_by_one(sizes, counts):
 
 @pytest.mark.parametrize("shares, counts", [(["0.8", "0.2"], [4, 1]), (["1/3", "2/3"], [1, 2])])
 def test_a_mixture_takes_from_each_dataset_its_share(parts, shares, counts):
-    """In the order of the description, through several epochs, whatever is asked first, however it is shared."""
+    """The order is that of the definition, over several epochs, whatever is asked for first and however it is
+    shared."""
     expected = np.array(list(itertools.islice(windows_one_by_one([62, 56], counts), 24 * 21))) * [1, 16]
     data = make_mixture(parts, *shares)
     for step in (20, 0, 7):
@@ -1001,7 +1005,7 @@ def test_a_mixture_takes_from_each_dataset_its_share(parts, shares, counts):
 
 
 def test_a_mixture_is_known_by_its_parts(parts, tmp_path):
-    """Their content, their order and their shares; a file that changes is said, whichever part it is of."""
+    """By their content, order and shares; if a file of any part changes, a line says so."""
     a, b = parts
     data, again = make_mixture(parts, "1/4", "3/4"), make_mixture(parts, "1/4", "3/4")
     others = [make_mixture((a, b), "1/2", "1/2"), make_mixture((a, a), "1/4", "3/4"),
@@ -1033,7 +1037,8 @@ def test_shares_that_do_not_add_up_are_refused(text):
 # ---- docs/your-data.md
 
 def test_the_page_about_your_data(tmp_path, monkeypatch):
-    """Its commands, as printed, say what the page says; those of the hub are left out. Programs run in this process."""
+    """Its commands, as printed, give the output that the page shows; those that use the hub are left out. Programs run
+    in this process."""
     page = (ROOT / "docs/your-data.md").read_text()
     script = re.search(r'```python\n("""(\S+): .*?)```', page, re.DOTALL)
     write_files(tmp_path, {script[2]: script[1]})

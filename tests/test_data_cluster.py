@@ -40,7 +40,7 @@ sys.addaudithook(hold)
 
 @pytest.fixture
 def source(tmp_path):
-    """The arguments that say what to prepare: a data set of the hub, here in a folder, and a tokenizer made of it."""
+    """Arguments that say what to prepare: a data set of the hub, here in a folder, and a tokenizer trained on it."""
     (tmp_path / "hub").mkdir()
     for i, texts in enumerate(UNITS):
         write_jsonl(tmp_path / f"hub/train-{i}.jsonl", texts)
@@ -49,7 +49,8 @@ def source(tmp_path):
 
 
 def holding(tmp_path, name):
-    """The environment in which the first process to open a file of that name stops there, and the file of its pid."""
+    """The environment in which the first process to open a file with this name stops there and writes its pid to a
+    file."""
     (tmp_path / "site").mkdir(exist_ok=True)
     (tmp_path / "site/sitecustomize.py").write_text(HOLD)
     held = tmp_path / f"held-{name.split('/')[-1]}"
@@ -64,7 +65,7 @@ def until(condition, process=None, seconds=300):
 
 
 def check(folder, source):
-    """The tokens are those of the documents one by one."""
+    """Compares the tokens with those of the documents one by one."""
     text, tokens = Text(source[1].removeprefix("--tokenizer=")), Tokens(folder)
     tokens.verify()
     assert {split: getattr(tokens, split)[:].tolist() for split in SPLITS} == reference(UNITS, text)
@@ -77,7 +78,7 @@ def has_ended(out, *ranks):
 
 
 def test_two_tasks_at_once_and_one_killed_twice(start, tmp_path, source):
-    """Held still before its shard has its name, and then before plan.json knows it; then it may end."""
+    """One is held and killed before its shard has its name, and again before plan.json lists it; then it may finish."""
     out = tmp_path / "out"
     command = [sys.executable, "data/tokens/cluster.py", *source, "--tasks=2", "--workers=2", "--out", out]
     for name in ("task-00001/00000.train.bin.tmp", "task-00001/plan.json.tmp"):
@@ -107,14 +108,14 @@ cluster.run_locally(1, pipeline=[Deadly(), bytes(1 << 24)], tasks=1, logging_dir
 
 
 def test_a_task_killed_before_it_has_read_what_to_do(tmp_path):
-    """The rest, megabytes like a vocabulary, is more than a pipe holds: nobody may wait for it to be read."""
+    """Its input, megabytes like a vocabulary, does not fit into a pipe: nobody may wait for it to be read."""
     done = run_python("-c", DEADLY, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """Tasks run here, one by one, the last first: a process for each would only cost seconds. Every file is a unit."""
+    """Tasks run here one by one, the last first, because processes would only cost seconds. Every file is a unit."""
     from datatrove.executor import LocalPipelineExecutor
 
     def run_locally(workers, **how):
@@ -128,7 +129,7 @@ def in_this_process(monkeypatch):
 
 @pytest.mark.parametrize("tasks", [2, 100])
 def test_tasks_make_the_tokens_of_one_process(in_this_process, tmp_path, tasks):
-    """A file without documents and one of text; more tasks than files; a shard that the disk lost."""
+    """With a file without documents, a text, more tasks than files, and a shard that the disk lost."""
     (tmp_path / "files").mkdir()
     for name, texts in (("a.jsonl", TEXTS[:60]), ("b.jsonl.gz", []), ("c.jsonl.zst", TEXTS[60:])):
         write_jsonl(tmp_path / "files" / name, texts)
@@ -146,7 +147,7 @@ def test_tasks_make_the_tokens_of_one_process(in_this_process, tmp_path, tasks):
 
 @pytest.fixture
 def prepare(tmp_path, in_this_process):
-    """cluster.py's, of two files."""
+    """cluster.py's `prepare` for two files."""
     source = [write_jsonl(tmp_path / name, TEXTS) for name in ("a.jsonl", "b.jsonl")]
     return functools.partial(cluster.prepare, out=tmp_path / "out", files=source, tokenizer="bytes", val_fraction=0.2)
 
@@ -176,7 +177,7 @@ def test_what_it_refuses(prepare, tmp_path, monkeypatch, row):
 
 
 def test_what_was_made_before(prepare, tmp_path):
-    """By a job on a node that is believed lost, with a record that is damaged, or of other inputs."""
+    """By a job on a node that is believed lost, with a damaged record, or from other inputs."""
     with preparing(tmp_path / "out/task-00001"):
         rejected(prepare, "1 of 2 tasks", "another process is preparing")
     splits = prepare().meta["splits"]
@@ -223,7 +224,7 @@ def test_slurm_with_a_task_cancelled_and_then_requeued(tmp_path, source):
 
 
 def test_ray_with_a_node_removed(tmp_path, source, start, monkeypatch):
-    """The node of a task that is held still goes away; the task begins again on the other."""
+    """The node of a held task goes away; the task starts again on the other node."""
     pytest.importorskip("ray", reason="ray is not installed: pip install --group cluster")
     from ray.cluster_utils import Cluster
 

@@ -30,7 +30,7 @@ MIXED = {**TINY, "pattern": "mamba,llama,rwkv", "n_layer": 3, "vocab_size": 257,
 
 @pytest.fixture(scope="module")
 def one(data, tmp_path_factory):
-    """one(**changes): the folder of that run of MIXED by one process."""
+    """one(**changes): the folder of that MIXED run by one process."""
     @functools.cache
     def one(**changes):
         out = tmp_path_factory.mktemp("one") / "run"
@@ -54,8 +54,8 @@ def assert_same_losses(out, other, rtol):
     pytest.param(2, {"parallel": "fsdp", "micro_batch_size": 6, "dtype": "bfloat16"}, {"dtype": "bfloat16"},
                  marks=LONG_FORM)], ids=["fsdp", "hsdp", "ddp", "compiled", "bfloat16"])
 def test_processes_train_as_one(launch, one, data, out, world, changes, same):
-    """Six kinds of mixers in three layers, an odd vocabulary, and 22 validation windows of which the last is shorter.
-    In bfloat16 gradients are rounded once for each process. Four are two machines. Rank 0 alone speaks."""
+    """Six kinds of mixers in three layers, an odd vocabulary, and 22 validation windows, the last of them shorter. In
+    bfloat16 every process rounds gradients once. Four processes are two machines. Only rank 0 prints."""
     r = launch(arguments(data, out, MIXED, **changes), world, {"LOCAL_WORLD_SIZE": "2"}).succeed()
     assert r.said().count("val_loss") == 2 and r.said().count(" parameters; ") == 1
     assert not any(words in r.said(1) for words in ("val_loss", " parameters; ", "step   "))
@@ -67,8 +67,8 @@ def test_processes_train_as_one(launch, one, data, out, world, changes, same):
 
 
 def counts_graphs(argv):
-    """A run whose layers are compiled by a backend that only counts; DistributedDataParallel sends at once what it
-    can."""
+    """A run with layers compiled by a backend that only counts graphs; DistributedDataParallel sends gradients as early
+    as it can."""
     graphs, compiler = [], torch.compile
     count = lambda graph, _: graphs.append(graph) or graph.forward
     with (mock.patch("torch.compile", lambda f: compiler(f, backend=count)),
@@ -82,7 +82,7 @@ def counts_graphs(argv):
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_compiled_layer_is_one_graph_on_several_processes(launch, data, out, parallel):
-    """One when it trains, one when it is evaluated. The losses are those without torch.compile, to the bit."""
+    """One for training and one for evaluation. The losses equal those without torch.compile to the bit."""
     how = {"parallel": parallel, "micro_batch_size": 6, "max_iters": 2, "eval_interval": 0, "final_eval_tokens": 64}
     launch(arguments(data, out.with_name("eager"), MIXED, **how), 2).succeed()
     said = launch(arguments(data, out, MIXED, compile=True, **how), 2, main=counts_graphs).succeed().said()
@@ -91,7 +91,7 @@ def test_a_compiled_layer_is_one_graph_on_several_processes(launch, data, out, p
 
 
 def last_rank_stops(rank):
-    """It is told so by two signals at once, as Slurm does."""
+    """The last rank gets two signals at once, as from Slurm."""
     def act(n, lm, loss):
         if rank and n == 2:
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -100,7 +100,7 @@ def last_rank_stops(rank):
 
 
 def saves_as_read(argv):
-    """A run that continues, and saves at once what it has read, gathered from all processes."""
+    """A run that continues and at once saves what it has read, gathered from all processes."""
     resume = Folder.resume
 
     def resume_and_save(folder, optimizers, *how):
@@ -121,8 +121,8 @@ def saves_as_read(argv):
 
 
 def test_a_checkpoint_is_the_same_file_for_any_number_of_processes(launch, one, data, out):
-    """Two shards begin, one process goes on, four shards read it and finish. With Muon; AdamW has the rest. Whichever
-    is told to stop, the first says so."""
+    """Two shards begin, one process goes on, and four shards read its checkpoint and finish. Muon trains, with AdamW
+    for the rest. Whichever rank is told to stop, rank 0 says so."""
     argv = lambda world, **more: arguments(data, out, MIXED, resume="auto", micro_batch_size=12 // world,
                                            optimizer="muon", **more)
     r = launch(argv(2, parallel="fsdp"), 2, LM=last_rank_stops).succeed()
@@ -137,7 +137,7 @@ def test_a_checkpoint_is_the_same_file_for_any_number_of_processes(launch, one, 
 
 
 def scalar(rank):
-    """A model with a parameter that has no dimension to cut."""
+    """A model with a parameter without dimensions, which cannot be sharded."""
     class Scalar(LM):
         def __init__(self, config):
             super().__init__(config)
@@ -146,13 +146,13 @@ def scalar(rank):
 
 
 def differs(old, new, argv):
-    """Rank 1 of a run whose command, or machine, is another one."""
+    """Rank 1 of a run with a different command or machine."""
     of_rank = [a.replace(old, new) for a in argv] if os.environ["RANK"] == "1" else argv
     distributed.launch("train.py", lambda _: train.main(of_rank))
 
 
 def runs_other_code(argv):
-    """Rank 1 of a run whose checkouts differ between the machines: it has one more file."""
+    """Rank 1 of a run whose checkout has one more file than rank 0's."""
     def main(_):
         if os.environ["RANK"] == "1":
             records.files_at_start["families/mine.py"] = "0" * 12
@@ -207,7 +207,7 @@ def test_which_layers_are_computed_again(recompute, forwards):
 
 
 class Around(torch.nn.Module):
-    """Layers whose graphs differ and whose forward is one function, as those of a hybrid."""
+    """Layers with different graphs but one forward function, like those of a hybrid."""
 
     def __init__(self, inner):
         super().__init__()

@@ -104,7 +104,7 @@ def repo(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "draw", lambda panels, path, style: write_text(path, ""))  # a second each
 
     def monotonic():
-        """A pair takes a hundredth of a minute, however busy the machine is."""
+        """Makes a pair take a hundredth of a minute, however busy the machine is."""
         runs = [path for path in (repo / "out").glob("*/*/result.json") if "_1of" not in path.parent.name]
         return 0.6 * len(runs) / 2
     monkeypatch.setattr(edit, "time", SimpleNamespace(monotonic=monotonic, strftime=time.strftime))
@@ -148,7 +148,7 @@ def run(repo, capsys):
 
 @pytest.mark.parametrize("times", [0.8, 0.97, 1.0, 1.05, 1.5])
 def test_tokens_are_those_of_a_power_law(times):
-    """An edit that needs `times` HEAD's tokens has the loss of HEAD after 1 / times of them."""
+    """An edit that needs `times` HEAD's tokens has the loss that HEAD has after 1 / times as many."""
     loss = lambda tokens: 1.1 + 60 * tokens**-0.4
     curve = np.array([loss(2**18) - loss(2**20), loss(2**19) - loss(2**20)])
     assert compare.log_tokens(loss(2**20 / times) - loss(2**20), curve) == pytest.approx(math.log(times), abs=1e-9)
@@ -156,7 +156,7 @@ def test_tokens_are_those_of_a_power_law(times):
 
 @pytest.mark.parametrize("alpha", [0.05, 0.2])
 def test_the_bound_of_one_look_is_students(alpha):
-    """Of an early one too, whose error is too small to simulate."""
+    """Also for an early look, whose error is too small to simulate."""
     error = 0.55 * alpha
     early = list(compare.bounds(np.arange(1, 9) / 72, alpha))[7]
     assert early == pytest.approx(stats.t.isf(error * ((8 / 72) ** 8 - (7 / 72) ** 8) / 2, 7), rel=1e-6)
@@ -283,7 +283,7 @@ def test_mistakes_are_one_line_and_exit_code_2(repo, run, text, argv, words):
 
 
 def test_the_probe_counts_the_vocabulary_of_the_data(tmp_path, monkeypatch, capsys):
-    """Of the first dataset of a mixture, rounded up to 64; of bytes where none is prepared, which is said next."""
+    """That of a mixture's first dataset, rounded up to 64; bytes if nothing is prepared, which the next line says."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(edit_probe, "files", list)  # which test_train_itself looks at
     (tmp_path / "mine").mkdir()
@@ -311,7 +311,8 @@ def test_the_judge_reads_all_of_a_few_short_documents(tmp_path, data):
 
 
 def test_several_edits_share_heads_runs_and_one_error_and_are_ranked(repo, run):
-    """A branch, a patch, the working tree: all against HEAD, each at a third of the error, whatever is checked out."""
+    """A branch, a patch and the working tree, all against HEAD, each at a third of the error, whatever is checked
+    out."""
     change(repo, SHIFT=-0.05, SEED="b")
     git(repo, "checkout", "-qb", "lower")
     commit(repo)
@@ -333,7 +334,7 @@ def test_several_edits_share_heads_runs_and_one_error_and_are_ranked(repo, run):
 
 
 def test_what_training_does_not_load_is_no_edit_and_what_links_lead_to_is(repo, run, tmp_path):
-    """A link out of the clone is copied as a file; of a commit it leads where the clone's does."""
+    """A link to outside the clone is copied as a file; in a commit it leads to the same place as in the clone."""
     outside = tmp_path / "mine.py"
     outside.write_text("")
     (repo / "config" / "mine.py").symlink_to("../../mine.py")
@@ -410,7 +411,7 @@ def runs_of(folder):
 
 
 def test_after_a_kill_the_same_command_ends_with_the_same_result(repo, run, tmp_path):
-    """Although a log has lost a line."""
+    """It does so even if a log has lost a line."""
     change(repo, SEED="b", NOISE=0.02)
     whole = run("--pairs=4", out=tmp_path / "whole")
     change(repo, SEED="b", NOISE=0.02, DIES=True)
@@ -427,7 +428,7 @@ def test_after_a_kill_the_same_command_ends_with_the_same_result(repo, run, tmp_
 
 
 def test_configs_are_those_of_each_version(repo, run):
-    """Although both are given by their path in the tree."""
+    """They are, although both are given by their path in the tree."""
     (repo / "train.py").write_text(STAND_IN.replace("+ model.SHIFT", "+ float(open(sys.argv[1]).read())"))
     (config := repo / "config" / "mine.py").write_text("0.0")
     commit(repo)
@@ -450,7 +451,7 @@ def test_a_second_plan_is_said_and_minutes_add_up(repo, run):
 
 @pytest.mark.parametrize("pairs, minutes, left", [(2, 0, [10, 0, 0]), (0, 45, [15] * 3), (0, 20, [0] * 3)])
 def test_the_minutes_left_after_a_restart(pairs, minutes, left, tmp_path):
-    """Pairs that ran before it took ten minutes each."""
+    """Earlier pairs took ten minutes each."""
     (tmp_path / "looks.json").write_text(json.dumps({"minutes": [10, 20, 30], "plans": []}))
     budget = edit.Budget(tmp_path / "looks.json", pairs, minutes)
     found = []
@@ -510,7 +511,7 @@ def test_ctrl_c_prints_the_interval_so_far(repo, run, monkeypatch, batch, words)
 
 
 def test_any_other_error_ends_with_exit_code_2(tmp_path):
-    """A traceback would be 1, which means "worse"."""
+    """Python would exit with 1, which means "worse"."""
     (tmp_path / "numpy.py").write_text("1 / 0")
     ran = subprocess.run([sys.executable, ROOT / "experiments" / "edit.py"], capture_output=True, text=True,
                          env={**os.environ, "PYTHONPATH": str(tmp_path)})
@@ -518,7 +519,7 @@ def test_any_other_error_ends_with_exit_code_2(tmp_path):
 
 
 def test_train_itself(tmp_path, monkeypatch, data, run, repo):
-    """With a short convolution of three taps: its own weights start from other values, everything else alike."""
+    """The edit is a short convolution of three taps: its own weights start differently, everything else alike."""
     shutil.rmtree(repo)
     git(copied_tree(repo), "init", "-q")
     commit(repo)

@@ -34,7 +34,7 @@ TASKS = ["my_choice", "my_text"]
 
 @torch.no_grad()
 def direct(lm, context, answer):
-    """(log-likelihood, greedy) in one pass over all the tokens."""
+    """(log-likelihood, greedy) from one pass over all tokens."""
     logp = lm(torch.tensor([context + answer]))[0].double().log_softmax(-1)[0, len(context) - 1:-1]
     return logp[range(len(answer)), answer].sum().item(), logp.argmax(-1).tolist() == answer
 
@@ -109,7 +109,7 @@ def test_a_long_text_is_read_whole_in_pieces(family, monkeypatch):
 
 
 def test_contexts_as_the_harness_cuts_them():
-    """Trailing space goes to the answer; nothing, or only space, is read after the token that ends texts."""
+    """Trailing space moves to the answer; an empty or blank context is read as the token that ends texts."""
     lm = tiny()
     adapter = harness.HarnessLM(lm, Text("bytes"))
     given = [("a b", " c"), ("a b  ", "c"), ("", "é"), ("  \n", "x"), ("long " * 30, "answer"), ("a b", " cd")]
@@ -149,7 +149,8 @@ def recorded(out):
 
 
 def choices_by_hand(lm, folder):
-    """Metrics of my_choice; perplexity is of the right answers' tokens, which are bytes here, the space included."""
+    """Metrics of my_choice; the perplexity is over the right answers' tokens, which are bytes here, including the
+    space."""
     rows = [json.loads(line) for line in (folder / "my_choice.jsonl").read_text().splitlines()]
     right = right_norm = nats = tokens = chance = 0
     for row in rows:
@@ -194,7 +195,7 @@ def test_tasks_of_ones_own_score_as_computed_by_hand(folder, tmp_path):
 
 
 def test_scores_of_another_checkpoint_are_not_mixed_in(folder, tmp_path, monkeypatch):
-    """Other weights, seed, code or settings: the record starts anew, even at the same step in the same folder."""
+    """With other weights, seed, code or settings the record starts anew, even at the same step in the same folder."""
     out = tmp_path / "run"
 
     def scored(name, lm=None, settings=None, **meta):
@@ -309,7 +310,7 @@ def test_the_questions_have_one_right_answer(library):
 
 
 def test_an_embedded_task_through_the_harness(library, tmp_path, monkeypatch):
-    """Likelihoods of a question are those of its text, with no space between; the answer that is likeliest wins."""
+    """The likelihoods of a question are those of its text, with no space in between; the likeliest answer wins."""
     monkeypatch.setattr(evaluate, "ROOT", library)
     lm = tiny()
     assert run(out := make_run(tmp_path / "run", lm), limit=6).code == 0

@@ -60,14 +60,15 @@ def close(a, b, tolerance):
 
 @pytest.fixture
 def leave(tmp_path):
-    """leave(lm, how, **meta): what the export of a run of this model says; run and export are in `run` and `hf`."""
+    """leave(lm, how, **meta): exports a run of this model and returns what was printed; run and export are in `run` and
+    `hf`."""
     def leave(lm, how=(), **meta):
         return run(out_dir=make_run(tmp_path / "run", lm, **meta), to=tmp_path / "hf", **dict(how))
     return leave
 
 
 def read(folder):
-    """The folder as transformers loads it, with the code in it."""
+    """The folder as loaded by transformers, with the code in it."""
     return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
 
@@ -124,7 +125,8 @@ TOLD = dict(re.findall(r"^\| (.*?) \| ((?:imported|refused).*?) \|$", PAGE, re.M
 
 @pytest.mark.parametrize("published", {**PUBLISHED, **TOLD})
 def test_published_models_become_ours_or_are_refused_as_the_page_says(published, tmp_path):
-    """Saved by transformers in several files, imported, sampled from; then exported again: the same tensors."""
+    """They are saved by transformers in several files, imported and sampled from, then exported again with the same
+    tensors."""
     kind, changes = PUBLISHED[published]
     theirs, what, words = theirs_at_random(kind, **changes), *TOLD[published].partition(" ")[::2]
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
@@ -148,7 +150,7 @@ def test_published_models_become_ours_or_are_refused_as_the_page_says(published,
 
 
 def loaded_by_its_class(folder, kind):
-    """A LLaMA or Mamba as transformers loads it: nothing is missing, left over or of another shape."""
+    """A LLaMA or Mamba loaded by transformers: nothing is missing, left over or of another shape."""
     with safetensors.safe_open(folder / "model.safetensors", "pt") as file:
         assert file.metadata()["format"] == "pt"  # without it older versions of transformers refuse the file
     model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -279,7 +281,7 @@ def test_quantised_weights_are_refused(tmp_path):
 
 
 def test_nothing_is_overwritten_unasked(tmp_path, monkeypatch):
-    """The second export into a folder is all there is of it."""
+    """With --overwrite, the second export replaces all of the first one."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     make_run(tmp_path / "run", tiny())
     make_run(tmp_path / "other", tiny("llama"))
@@ -337,7 +339,8 @@ class Bomb:
 
 
 def test_files_that_are_missing_or_damaged(leave, tmp_path):
-    """Or those of another export; but what transformers has saved, after fine-tuning say, may be imported."""
+    """Or that belong to another export; but what transformers has saved, after fine-tuning for example, may be
+    imported."""
     hf, into = tmp_path / "hf", {"from_hf": tmp_path / "hf", "out_dir": tmp_path / "in"}
     leave(tiny("llama"))
     weights, text = (hf / "model.safetensors").read_bytes(), (hf / "config.json").read_text()
@@ -422,7 +425,7 @@ def edited(leave, tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def as_committed(tmp_path, monkeypatch):
-    """Only one test looks at the hashes in export.py; and transformers copies code to a folder of the test."""
+    """Only one test checks the hashes in export.py; transformers copies code to a folder of the test."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(export, "COMMITTED", {family: export.source_hash(tiny(family)) for family in PARITY})
 
@@ -441,7 +444,8 @@ def test_an_edit_of_what_llama_or_mamba_runs_is_compared_with_transformers(monke
     ("            h = h + y\n", "            # a remark\n            h = h + y  # and another\n", set())],
     ids=["Layer", "SwiGLU", "GLA", "comments"])
 def test_an_edit_is_seen_in_the_source_whatever_the_logits(line, instead, edited_families, monkeypatch):
-    """Caps that no activation reaches, in the residual stream and in an MLP; and an edit of another family."""
+    """With caps that no activation reaches, in the residual stream and in an MLP, and with an edit of another
+    family."""
     source = export.inspect.getsource
     assert line in (ROOT / "model.py").read_text()
     monkeypatch.setattr(export.inspect, "getsource", lambda thing: source(thing).replace(line, instead))
@@ -456,7 +460,7 @@ def test_an_edited_llama_leaves_as_itself(name, edited, tmp_path):
 
 
 def test_packed_documents_leave_with_their_code(leave, tmp_path):
-    """The class of transformers would read on after the token that ends a document."""
+    """The class of transformers would not stop at the token that ends a document."""
     lm, text = tiny("llama", documents="pack", end_of_text=10), torch.tensor([[65, 66, 10, 67, 68, 69]])
     said = leave(lm).out
     assert "no LlamaForCausalLM: " in said and "documents=pack" in said
@@ -466,7 +470,7 @@ def test_packed_documents_leave_with_their_code(leave, tmp_path):
 
 
 def test_every_way_to_import_a_file_of_ones_own_travels(edited, tmp_path):
-    """The copy is not on sys.path, as in a process elsewhere."""
+    """The copy is not on sys.path, as in a process on another machine."""
     root = tmp_path / "copy"
     (root / "inner").mkdir(parents=True)
     (root / "ones_own.py").write_text("import math, inner.deep\nSCALE = inner.deep.HALF * math.sqrt(4.0)\n")
@@ -488,7 +492,7 @@ RMSNorm.unscaled, RMSNorm.forward = RMSNorm.forward, scaled
 
 
 def test_extra_state_stays_with_the_run(edited, tmp_path):
-    """What a model keeps for its training through get_extra_state, in any form, is no weight."""
+    """What a model keeps for its training through get_extra_state, in any form, is not a weight."""
     lm, _ = edited("""
 class Counting(LM):
     steps = None
@@ -534,7 +538,7 @@ def test_without_transformers_nothing_is_done(leave, tmp_path, monkeypatch):
 @pytest.mark.parametrize("times, refusal", [(1 + 3e-4, "logits differ by 3e-04 of the largest"), (1 + 3e-5, None),
                                             (float("nan"), "logits differ by nan")])
 def test_what_cannot_be_read_back_gets_no_name(times, refusal, leave, tmp_path, monkeypatch):
-    """A fault in the writer beyond a ten-thousandth of the largest logit, which is more than kernels differ by."""
+    """A fault of the writer larger than a ten-thousandth of the largest logit, which is more than kernels differ by."""
     real = export.write_files
     monkeypatch.setattr(export, "write_files", lambda folder, config, tensors, files: real(
         folder, config, {**tensors, "norm.weight": tensors["norm.weight"] * times}, files))
@@ -636,8 +640,8 @@ for folder in sys.argv[1:]:
 
 
 def test_a_folder_continues_a_prompt_where_this_repository_is_not(tmp_path):
-    """Longhorn, and a layer of every family, in a process that sees nothing of this repository: greedy, as
-    sample.py."""
+    """Longhorn, and a layer of every family, continue it greedily as sample.py does, in a process that cannot see this
+    repository."""
     patterns, expected = ["longhorn*2", ",".join(FAMILIES)], []
     for i, pattern in enumerate(patterns):
         lm = tiny("longhorn", pattern=pattern, n_layer=len(FAMILIES) if i else 2)
@@ -687,7 +691,7 @@ def in_code(code, lm):
 
 
 def side_by_side(rows, side, padding=300):  # beyond the vocabulary: looking it up would be an error
-    """(ids, mask) (B, T) of rows padded on a side."""
+    """(ids, mask), (B, T) each, of rows padded on one side."""
     padded = functools.partial(pad_sequence, batch_first=True, padding_side=side)
     return padded(rows, padding_value=padding), padded([torch.ones_like(row) for row in rows])
 
@@ -700,7 +704,8 @@ VARIANTS = [*((family, {}) for family in ("longhorn,mesa,rwkv4", "llama,swa", "l
 
 @pytest.mark.parametrize("family, settings", VARIANTS, ids=str)
 def test_rows_of_unequal_length_are_read_as_if_alone(family, settings, code):
-    """Padded on either side, with and without a cache: logits, and what is written, are those of the LM on one row."""
+    """They are padded on either side, with and without a cache: the logits, and what is generated, equal the LM's for
+    one row."""
     rounding = 3e-5 if family == "rwkv_released" else 1e-5  # it divides by each head's deviation, which may be small
     lm = tiny("longhorn", pattern=family, n_layer=max(2, family.count(",") + 1), **settings)
     model, rows = in_code(code, lm), [*ROWS[:2], torch.tensor([7, 115, 9, 9])]  # 115 ends a document
@@ -728,7 +733,7 @@ def test_rows_of_unequal_length_are_read_as_if_alone(family, settings, code):
 
 @pytest.mark.parametrize("family", ["longhorn", "swa", "longhorn,llama"])
 def test_what_else_transformers_asks_of_a_model(family, code):
-    """A cache given on, any number of logits, tuples, a loss."""
+    """A cache that is passed on, any number of logits, tuples, a loss."""
     lm = tiny("longhorn", pattern=family)
     model, idx, (logits, _) = in_code(code, lm), ROWS[2][None], lm(ROWS[2][None])
     first = model.generate(idx, max_new_tokens=5, return_dict_in_generate=True, **GREEDY)
@@ -753,8 +758,8 @@ TEXTS = ["def main():\n    return 'x'  # ok", "naïve  €uro\t\n\n 123,456 don'
 
 
 def test_tokenizers_travel(tmp_path):
-    """AutoTokenizer gives the tokens of data/tokenizer.py, and its text. Truncation, padding and a token at the start,
-    as transformers leaves them in tokenizer.json, are for neither: the model never saw them."""
+    """AutoTokenizer gives the same tokens and text as data/tokenizer.py. Both ignore truncation, padding and a token at
+    the start, which transformers leaves in tokenizer.json: the model never saw them."""
     byte_level_bpe(tmp_path, TEXTS)
     saved = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     saved.enable_truncation(5)

@@ -38,7 +38,7 @@ tiny = functools.partial(helpers.tiny, **SHAPE)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, request):
-    """No figure is drawn but in one test: it takes long."""
+    """Draws no figures, except in one test, because it takes long."""
     if request.function is not test_a_preset_is_trained_read_and_reported:
         monkeypatch.setattr(figures, "draw", lambda panels, path, style: path.touch())
 
@@ -71,7 +71,7 @@ def test_longest_sequences_stay_within_documents():
 
 @pytest.mark.parametrize("family", ("longhorn", "llama"))
 def test_the_records_of_lengths_are_those_of_whole_passes(family, capsys):
-    """Read in chunks of 24 tokens, a sequence at a time."""
+    """They are read in chunks of 24 tokens, one sequence at a time."""
     lm, rows = tiny(family), some_rows(3, 128)
     measured = ex.measure(lm, rows, [8, 64, 128], 8, 24, 1)
     losses = {}
@@ -112,7 +112,8 @@ def test_an_allocation_that_fails_ends_the_reading_there(words, is_memory, monke
 
 
 def test_limited_attention_sees_what_a_fresh_window_sees():
-    """One layer: token t of a long text, limited to 16, is predicted as the last of a text of those 16 tokens alone."""
+    """With one layer, token t of a long text with attention limited to 16 is predicted like the last token of a text of
+    those 16 tokens alone."""
     torch.manual_seed(0)
     lm, rows = LM(ModelConfig(model="llama", **{**SHAPE, "n_layer": 1})).eval(), some_rows(2, 64)
     losses = ex.read_length(ex.limited(lm, 16), rows, 64, 20, 2)
@@ -178,7 +179,7 @@ def test_a_preset_is_trained_read_and_reported(corpus, tmp_path, monkeypatch, ca
 
 
 def test_a_run_read_again_takes_the_place_of_its_records(corpus, tmp_path):
-    """Trained again in the same folder, as another family; lengths are 1 to 16 times the training length."""
+    """It is trained again in the same folder, as another family; the lengths are 1 to 16 times the training length."""
     out = tmp_path / "again.json"
 
     def read(name, family, *options):
@@ -208,7 +209,7 @@ def kept_in_results(name):
 
 
 def test_each_kind_of_number_of_a_page_is_that_of_its_record(tmp_path):
-    """By hand: means and standard errors over three seeds, or over sequences where there is one; Welch."""
+    """By hand: means and standard errors over three seeds, or over sequences if there is only one; Welch's test."""
     page = page_of(tmp_path / "steps.json", kept_in_results("steps"))
     at, cells = {}, []
     for run in kept_in_results("steps"):
@@ -268,7 +269,7 @@ def test_a_mistake_is_one_line(corpus, tmp_path, monkeypatch, line, words):
 
 
 def test_other_text_than_that_of_training_has_to_be_named(corpus, tmp_path, monkeypatch, capsys):
-    """In a copy without git too, where a record's commit is null."""
+    """Also in a copy without git, where a record's commit is null."""
     monkeypatch.setattr("runtime.records.code_version", lambda: {"commit": None, "uncommitted_changes": None})
     run, out = str(save_run(tmp_path / "run", "longhorn", corpus)), tmp_path / "records.json"
     write_folder(corpus, [0] * 700, [0] * 700, 64)

@@ -41,7 +41,7 @@ class Step(int):
 
 @pytest.fixture(autouse=True, scope="module")
 def interpreter():
-    """Lets the interpreter run fla's kernels on this CPU. On a GPU: lets the libraries be imported."""
+    """Lets the interpreter run fla's kernels on this CPU. On a GPU, lets the libraries be imported."""
     with pytest.MonkeyPatch.context() as patch:
         if not INTERPRETED:
             for library in LIBRARIES:
@@ -72,7 +72,7 @@ def interpreter():
 
 
 def needs(op):
-    """Skip a test where the library of `op` cannot run: only in Triton's interpreter must all of fla do so."""
+    """Skip a test if the library of `op` cannot run; in Triton's interpreter all of fla must."""
     if not INTERPRETED and fused.missing(op):
         pytest.skip(fused.missing(op))
 

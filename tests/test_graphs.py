@@ -1,6 +1,6 @@
-"""Micro-batches as CUDA graphs, on a CPU: no family asks the GPU for a number; and runs are replayed by a stand-in that
-repeats the recorded operators on the recorded tensors. So all that changes from one micro-batch to the next is in
-tensors, and these stay where they are. Streams, memory and speed only a GPU can show.
+"""Micro-batches as CUDA graphs, on a CPU: no family asks the GPU for a number, and a stand-in replays runs by repeating
+the recorded operators on the recorded tensors. This shows that all that changes between micro-batches is in tensors,
+and that these stay in place. Only a GPU can show streams, memory and speed.
 
     python -m pytest tests/test_graphs.py
 """
@@ -49,7 +49,7 @@ class Calls(TorchDispatchMode):
 
 
 def recorded():
-    """A CPU passes for a GPU."""
+    """Makes a CPU pass for a GPU."""
     return mock.patch.multiple(graphs, GPU="cpu", cuda=SimpleNamespace(
         CUDAGraph=Calls, graph=lambda calls, **how: calls, Stream=mock.Mock, current_stream=mock.Mock,
         stream=contextlib.nullcontext))
@@ -57,7 +57,7 @@ def recorded():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_family_waits_for_the_gpu(family):
-    """On "meta", where no tensor has values, models run as on a GPU."""
+    """On "meta", where tensors have no values, models run as on a GPU."""
     with torch.device("meta"), Calls() as graph, mock.patch.object(choose, "unavailable", lambda device: None):
         lm = LM(ModelConfig(model=family, n_layer=1, n_embd=64, n_head=2, vocab_size=64))
         tokens = torch.zeros(2, 129, dtype=torch.int64)
@@ -67,7 +67,7 @@ def test_no_family_waits_for_the_gpu(family):
 
 
 def replayed(data, out, same=assert_same_training, **changes):
-    """What a run says with graphs. It trains to the same bits as one without."""
+    """What a run with graphs prints, after checking that it trains to the same bits as one without."""
     succeed(arguments(data, out.with_name("eager"), HOW, **changes))
     said = succeed(arguments(data, out, HOW, graphs=True, **changes)).out
     same(out, out.with_name("eager"))
@@ -84,7 +84,7 @@ def test_replayed_runs_are_eager_ones_to_the_bit(data, out, dtype):
 
 @pytest.mark.parametrize("how", ["loss", "gradient"])
 def test_a_first_micro_batch_that_is_not_finite_is_skipped_and_a_later_one_recorded(data, out, how):
-    """The next step's first: by recording within its step, what is not finite would be forgotten."""
+    """The next step's first one is: recording within the same step would forget what was not finite."""
     succeed(arguments(data, out.with_name("eager"), HOW), LM=poisoned([1], how))
     with recorded():
         said = succeed(arguments(data, out, HOW, graphs=True), LM=poisoned(range(graphs.WARM_UPS + 2), how)).out
@@ -95,7 +95,7 @@ def test_a_first_micro_batch_that_is_not_finite_is_skipped_and_a_later_one_recor
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("model", ["longhorn", "mamba", "llama"])
 def test_gpu_replays_are_eager_steps(data, out, model):
-    """To the bit, but for PyTorch's attention, which adds some gradients in any order."""
+    """To the bit, except for PyTorch's attention, which adds some gradients in no fixed order."""
     def same(out, other):
         assert losses(out) == pytest.approx(losses(other), rel=graphs.TOLERANCE)
 

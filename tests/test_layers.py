@@ -26,7 +26,7 @@ LENGTHS = (1, 3, 64, 130)
 
 
 class Wide:
-    """torch, in which float32 is float64."""
+    """Stands in for the module torch, with float64 in place of float32."""
 
     float32 = float = torch.float64
 

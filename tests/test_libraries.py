@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("poison", "one_thread")
 
 
 def given(name, T, dtype=F32, state=False, **sizes):
-    """The row's `run`, with arguments of it that the library takes."""
+    """The row's `run`, restricted to arguments that the library takes."""
     row = OPERATORS[name]
     sizes |= {"mamba": {}, "conv": {"D": 8}, "attention": {}, "window": {}}.get(name, {"V": 5}) | sizes
     a = cast(row, row.draw(T, **sizes), dtype)
@@ -79,7 +79,7 @@ def calls(library):
 
 @pytest.fixture
 def exact(calls, monkeypatch):
-    """The stand-ins compute in float32 what a library would do in 11 bits."""
+    """Makes stand-ins compute in float32 what a library would compute in 11 bits."""
     monkeypatch.setattr(fused, "refusal", lambda op, dtype: None)
     return calls
 
@@ -88,7 +88,7 @@ def exact(calls, monkeypatch):
 @pytest.mark.parametrize("state", (True, False))
 @pytest.mark.parametrize("name", LINEAR)
 def test_linear_attention_in_the_librarys_own_layout(name, state, T, exact):
-    """With every gradient, also with a bonus, which it does not know, and in 16 bits."""
+    """With every gradient, in 16 bits, and with a bonus, which the library does not have."""
     run, a = given(name, T, state=state)
     assert not wrong(name, a, "fused")
     learnt = exact.pop()[3]
@@ -186,7 +186,7 @@ def test_a_single_step_is_not_worth_the_librarys_chunks_and_more_are_said_once(n
 
 @pytest.mark.filterwarnings("error:Dynamo detected")
 def test_the_library_is_called_from_compiled_code(calls, library):
-    """As its functions are marked: not compiled themselves."""
+    """Its functions are marked as not to be compiled themselves."""
     library("retention", torch.compiler.disable(importlib.import_module("fla.ops.simple_gla").chunk_simple_gla))
     run, a = given("shared", 20, BF16)
     compiled = torch.compile(lambda **a: la.retention(**a)[0], backend="eager")

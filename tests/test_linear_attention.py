@@ -1,4 +1,4 @@
-"""What is the linear attentions' own; test_conformance.py asks them what it asks every operator.
+"""Tests of the linear attentions alone; test_conformance.py has the tests that every operator shares.
 
     python -m pytest tests/test_linear_attention.py
 """
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("poison", "one_thread")
 
 @pytest.mark.parametrize("begins", [(7,), (8,), (24,), (1, 2, 30)], ids=str)
 def test_wkv4_of_documents_whose_keys_are_far_apart(begins):
-    """The keys of each document are a hundred below those before it: what is left of its own would underflow."""
+    """Each document's keys are a hundred below the previous ones: without a reset its own weights would underflow."""
     k = torch.randn(1, 33, 3)
     v = torch.randn(1, 33, 3)
     decay = torch.rand(3) + 1e-3

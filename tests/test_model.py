@@ -1,8 +1,8 @@
-"""model.py and mixers.py: every family the same questions, then most against their equations, token by token.
+"""model.py and mixers.py: the same tests for every family, then most families against their equations, token by token.
 
-LLaMA and Mamba are held against transformers in test_export.py, whole layers of others in test_layers.py. Counts, FLOPs
-and initialisation of the families here are written down a second time, by hand; a new family in FAMILIES is asked all
-the other questions.
+LLaMA and Mamba are compared with transformers in test_export.py, whole layers of others in test_layers.py. The counts,
+FLOPs and initialisation of today's families are written down here a second time, by hand; a new family in FAMILIES
+passes through all other tests.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def config(family, **changes):
 
 
 def tiny(family, seed=0, **changes):
-    """A small model whose matrices are large enough that every branch matters to the logits."""
+    """A small model with matrices so large that every branch affects the logits."""
     torch.manual_seed(seed)
     lm = LM(config(family, **changes)).eval()
     matrices = dict(lm.named_parameters())
@@ -95,7 +95,7 @@ def in_chunks(lm, idx, splits):
 @ALL_FAMILIES
 @torch.no_grad()
 def test_chunks_with_their_state_equal_the_whole(family):
-    """So no token changes anything before it: a chunk has not seen what follows."""
+    """So no token affects earlier ones: a chunk has not seen what follows."""
     lm, idx = tiny(family, window=13, block_size=48), tokens(2, 24)  # two layers of it see 24 back
     whole = lm(idx)[0]
     logits, state = in_chunks(lm, idx, [1, 1, 5, 1, 14, 1, 1])
@@ -132,7 +132,7 @@ def test_shapes_loss_and_last_only(family):
 # ------------------------------------------------------------------------------------------------------------- learning
 
 def trained(family, dtype, recompute, **changes):
-    """The model, its logits and loss, and the gradient of each parameter by name."""
+    """The model, its logits and loss, and each parameter's gradient by name."""
     lm = tiny(family, **changes)
     idx = tokens(3, 24, 63)
     y = tokens(3, 24, seed=2)
@@ -146,9 +146,9 @@ def trained(family, dtype, recompute, **changes):
 
 @ALL_FAMILIES
 def test_training_in_either_dtype_with_and_without_recomputation(family):
-    """Every parameter gets a gradient. Recomputed layers train to the bit the same; in bfloat16 all agrees with float32
-    by the size of the whole, gradients loosely: the first o of a head is (q . k) v, whose norm magnifies rounding where
-    q . k is nearly 0."""
+    """Every parameter gets a gradient. Recomputed layers train to the same bits. In bfloat16 all values agree with
+    float32 relative to the whole, gradients only loosely: the first o of a head is (q . k) v, whose norm magnifies
+    rounding where q . k is nearly 0."""
     noisy = {"gla": 0.8, "gla_released": 0.9, "retnet": 0.5, "rwkv": 0.5}  # one that is not there at all differs by 1
     differ = lambda a, b, least=1e-6: ((a - b).norm() / (b.norm() + least)).item()
     how = {"documents": "join" if family in model.POSITIONS else "pack", "end_of_text": 63}
@@ -167,7 +167,7 @@ def test_training_in_either_dtype_with_and_without_recomputation(family):
 
 
 def test_compiled_equals_eager():
-    """As one graph. Every operator is compiled in test_conformance.py, its backward too."""
+    """It is one graph. test_conformance.py compiles every operator and its backward."""
     torch.compiler.reset()
     lm = tiny("longhorn", pattern="longhorn,llama")
     idx = tokens(2, 16)
@@ -268,7 +268,7 @@ def test_counts_of_a_model_that_is_edited_again_and_again():
 
 
 def test_what_stands_in_two_places_has_its_parameters_once_and_runs_twice():
-    """Two layers that are one, whose two norms are one; against torch's sum and a model of two layers."""
+    """One layer used twice, whose two norms are one; compared with torch's sum and a model of two layers."""
     lm, plain = tiny("llama", n_layer=2), tiny("llama", n_layer=2)
     lm.layers[1], first = lm.layers[0], lm.layers[0].branches
     first[1].norm = first[0].norm
@@ -307,7 +307,8 @@ def read(name):
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if (CONFIG / f"{family}_laptop.py").exists()])
 def test_laptop_models_are_of_one_size_and_train_alike(family):
-    """Within 2% of Longhorn's parameters, on the same tokens, order and schedule: what differs is the mixer."""
+    """Their parameters are within 2% of Longhorn's, with the same tokens, order and schedule: only the mixer
+    differs."""
     ours = read(f"{family}_laptop")
     theirs = read("longhorn_laptop")
     assert ours["model"] == family
@@ -347,7 +348,7 @@ def keys_and_values(steps):
     lambda k, v: (k, v), lambda k, v: (k[:, :, :-4], v[:, :, :-4]), lambda k, v: (k.double(), v.double()),
     lambda k, v: (k, torch.randn_like(v))], ids=["as it was", "cut", "of another dtype", "of other values"])
 def test_a_cache_continues_whatever_was_done_to_it(change, mode):
-    """And twice: neither writes into the other's past."""
+    """It can be continued twice: neither continuation writes into the other's past."""
     with mode():
         cache = cache_of(keys_and_values(0), keys_and_values(10), keys_and_values(1))
     with torch.no_grad():
@@ -385,8 +386,8 @@ def test_a_token_does_not_copy_the_cache_and_a_graph_holds_no_room():
 # ----------------------------------------------------------------------------------------- initialisation, weight decay
 
 def expected_init(family, layer, branch, d, L, H, N=16, W=4):
-    """Name of a parameter within its mixer -> (kind, scale) or values, as the papers' code has it, of those that are
-    neither normal of 0.02 nor of that over the root of the residual branches."""
+    """{name of a parameter within its mixer: (kind, scale) or values} as in the papers' code, for those that are not
+    normal with an SD of 0.02, or of 0.02 over the root of the number of residual branches."""
     kaiming = lambda fan_in: ("uniform", fan_in**-0.5)
     xavier = lambda fan_in, fan_out, gain: ("uniform", gain * math.sqrt(6 / (fan_in + fan_out)))
     one = ("constant", 1)
@@ -471,7 +472,8 @@ def test_every_parameter_starts_as_its_paper_says(family, L, H):
 
 
 def test_an_edit_leaves_the_draws_of_all_other_parameters():
-    """Another width of the convolution, one layer more, another family: what has the same name and shape is equal."""
+    """With another width of the convolution, one more layer or another family, parameters of the same name and shape
+    are equal."""
     def starts(family="longhorn", seed=7, **changes):
         torch.manual_seed(seed)
         return dict(LM(config(family, **changes)).named_parameters())
@@ -553,7 +555,7 @@ def test_matrices_and_the_embedding_decay_and_nothing_else(family):
 # ---------------------------------------------------------------------------------------- against other implementations
 
 def shake(lm):
-    """Vectors away from their start, so that one that is forgotten shows."""
+    """Moves vectors away from their start, so that a forgotten one shows."""
     with torch.no_grad():
         for name, p in lm.named_parameters():
             if name not in optim.decayed(lm) and not name.endswith(("A_log", "decay")):
@@ -645,7 +647,7 @@ EQUATIONS = {**dict.fromkeys(("gla", "gla_released"), [gla_by_hand]),
 ], ids=str)
 @torch.no_grad()
 def test_a_block_is_its_equations(family, changes):
-    """Beside float32's rounding what remains is RetNet's angle and decay, which are float32 in any case."""
+    """Beside float32's rounding, only RetNet's angle and decay differ, which are always float32."""
     lm = shake(tiny(family, n_head=4, d_conv=3, d_state=5, **changes))
     for branch, equations in zip(lm.layers[0].branches, EQUATIONS[family], strict=False):  # SwiGLU: as in LLaMA
         block = branch.mixer
@@ -663,7 +665,7 @@ def test_a_block_is_its_equations(family, changes):
 @pytest.mark.parametrize("family", ["llama", "swa", "retnet"])
 @torch.no_grad()
 def test_positions_are_not_rounded_to_16_bits(family):
-    """Where bfloat16 no longer tells one position from the next."""
+    """At positions that bfloat16 cannot tell apart."""
     block = tiny(family, n_layer=1).layers[0].branches[0].mixer
     x = torch.randn(1, 700, 32)
     late = block(x)[0][:, 400:]
@@ -684,7 +686,7 @@ def test_step_sizes_and_decays_are_not_rounded_to_16_bits(family):
 
 @pytest.mark.parametrize("step", mixers.STEPS)
 def test_steps_and_their_gradients(step):
-    """From |k| of 0 to 1e3, against arithmetic of 50 digits."""
+    """For |k| from 0 to 1e3, compared with 50-digit arithmetic."""
     b = 0.75
     size = torch.tensor([0.0, 1e-6, 1e-3, 0.03, 0.3, 0.9, 1.0, 1.1, 3.0, 10.0, 1e3])
     formula = {"explicit": lambda kk: b, "implicit": lambda kk: b / (1 + b * kk),
@@ -701,7 +703,7 @@ def test_steps_and_their_gradients(step):
 
 @torch.no_grad()
 def test_as_released():
-    """Positions are added to RWKV's embedding, and end; RetNet's norms have another eps."""
+    """RWKV's embedding gets positions, which have an end; RetNet's norms have another eps."""
     lm = shake(tiny("rwkv_released"))
     idx = tokens(2, 24)
     whole = lm(idx)[0]
@@ -721,7 +723,7 @@ def test_as_released():
 @ALL_FAMILIES
 @torch.no_grad()
 def test_the_backend_of_the_config_reaches_every_operator(family, monkeypatch):
-    """Of the mixer, the norms and the convolution; the line that train.py prints says the same of the first."""
+    """The mixer's, the norms' and the convolution's; train.py's line names the mixer's."""
     asked = {}
     chosen = choose.choose
     monkeypatch.setattr(choose, "choose", lambda op, backend, *a, **how: asked.setdefault(op, set()).add(backend)
@@ -736,7 +738,7 @@ def test_the_backend_of_the_config_reaches_every_operator(family, monkeypatch):
 # -------------------------------------------------------------------------------------------------- mixers of one's own
 
 class Mean(nn.Module):
-    """The mean of the tokens so far: a mixer that is its forward."""
+    """The mean of the tokens so far: a mixer with nothing but a forward."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -747,7 +749,7 @@ class Mean(nn.Module):
 
 
 def test_a_mixer_is_its_forward(monkeypatch):
-    """What it leaves out is said."""
+    """A line says what it leaves out."""
     monkeypatch.setitem(FAMILIES, "mean", [Mean])
     torch.manual_seed(0)
     lm = LM(config("mean"))
@@ -790,7 +792,7 @@ BLOCKS = re.findall(r"`families/(\w+)\.py`[^`]*```python\n(.*?)```", PAGE, re.DO
 
 @pytest.fixture
 def of_the_page():
-    """The families of docs/adding-a-model.md, as printed, in FAMILIES."""
+    """The families in docs/adding-a-model.md, as printed, added to FAMILIES."""
     with mock.patch.dict(FAMILIES):
         for name, text in BLOCKS:
             exec(text, {"__name__": f"families.{name}"})
@@ -800,8 +802,8 @@ def of_the_page():
 
 @pytest.mark.usefixtures("of_the_page")
 def test_values_passed_between_layers():
-    """With states, recomputation and packed documents as any family; where all of the share is the first layer's, the
-    others' own values do not matter."""
+    """With states, recomputation and packed documents, like any family. If the whole share is the first layer's, the
+    other layers' own values do not matter."""
     test_chunks_with_their_state_equal_the_whole("first_value")
     for documents in ("join", "pack"):
         kept, again = (trained("first_value", torch.float32, how, documents=documents, end_of_text=63)[3]
@@ -902,7 +904,7 @@ def test_a_pattern_is_repeated_to_n_layer(pattern, expected):
 
 @pytest.mark.parametrize("pattern", ["longhorn*2,llama", "rwkv4,mamba,gla", "gla,retnet,rwkv"])
 def test_a_hybrid_is_its_layers(pattern):
-    """Counts, FLOPs and state are the sums of its layers'; it reads in chunks and samples as one family does."""
+    """Its counts, FLOPs and state are the sums over its layers; it reads in chunks and samples like one family."""
     hybrid = tiny("longhorn", pattern=pattern, n_layer=3)
     layers = [tiny(family, n_layer=1) for family in hybrid.config.families]
     layers_flops = lambda lm: counting.flops_per_token(lm, 20)["forward"] - 2 * 64 * 32  # without the head
@@ -1014,7 +1016,7 @@ def test_the_table_is_printed(capsys, monkeypatch):
 
 @ENDLESS
 def test_packed_documents_are_those_read_alone(family):
-    """Logits, and every gradient: with documents of one token, and of none behind a row's last token."""
+    """Logits and every gradient, with documents of one token, and of none after a row's last token."""
     lm = tiny(family, n_layer=1, documents="pack", end_of_text=63)
     idx = tokens(3, 30, 63)
     y = tokens(3, 30)

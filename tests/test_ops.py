@@ -1,6 +1,6 @@
-"""The loss against PyTorch's in float64, and what is the convolution's, the norm's and attention's own.
+"""The loss against PyTorch's in float64, and tests of the convolution, the norm and attention alone.
 
-test_conformance.py asks these what it asks every operator.
+test_conformance.py has the tests that every operator shares.
 
     python -m pytest tests/test_ops.py
 """
@@ -77,7 +77,7 @@ def test_every_number_is_rounded_right():
 # ------------------------------------------------------------------------------------------------------- head and loss
 
 def loss_inputs(n, D, V, dtype=F32, device="cpu", ignored=0.2):
-    """x (n, D), weight (V, D), both as `dtype` has them, and targets (n,), some of them to be ignored."""
+    """x (n, D), weight (V, D), both rounded to `dtype`, and targets (n,), some of them ignored."""
     g = torch.Generator().manual_seed(n + 7 * D + 11 * V)
     x, weight = torch.randn(n, D, generator=g), torch.randn(V, D, generator=g) / math.sqrt(D)
     targets = torch.where(torch.rand(n, generator=g) < ignored, -1, torch.randint(V, (n,), generator=g))
@@ -85,7 +85,7 @@ def loss_inputs(n, D, V, dtype=F32, device="cpu", ignored=0.2):
 
 
 def in_two(x, weight, targets):
-    """The same in PyTorch's two steps."""
+    """The same loss in PyTorch's two steps."""
     exact = torch.promote_types(x.dtype, F32)
     return F.cross_entropy(F.linear(x, weight).to(exact), targets, ignore_index=-1)
 
@@ -152,8 +152,8 @@ def test_loss_does_not_round_the_factor_of_all_gradients():
 
 
 def test_loss_in_float16_neither_underflows_nor_overflows():
-    """One in 4096 targets: a gradient of each logit around 1e-3 / 4096 is below float16's smallest normal number. Half
-    of 2^15 targets are one token, and a channel of x has a mean of 20: their sum is beyond float16."""
+    """With one target in 4096, each logit's gradient is about 1e-3 / 4096, below float16's smallest normal number. Half
+    of 2^15 targets are one token and a channel of x has a mean of 20, so that their sum exceeds float16."""
     x, weight, targets = loss_inputs(4096, 8, 1000, F16, ignored=0)
     true = loss_true(x, weight, targets)
     ours, plain = (loss_and_gradients(f, x, weight, targets)[2] for f in (linear_cross_entropy, in_two))
@@ -181,7 +181,7 @@ def test_loss_that_ignores_all_none_or_an_infinity():
 
 
 class Seen(TorchDispatchMode):
-    """The names of all operators that run, and the tensors that they make."""
+    """Collects the names of all operators that run, and the tensors that they create."""
 
     def __init__(self):
         super().__init__()
@@ -273,7 +273,7 @@ def living(shape):
     lambda mix, x, z: mix(x.detach(), z)[0] * z,
     lambda mix, x, z: z.register_hook(lambda g: 3 * g) and checkpoint(mix, x, z, use_reentrant=False)[0]))
 def test_gradients_of_halves_are_those_of_chunk(use):
-    """And stay so while a graph is used again: those of x and z may lie in the memory of the whole."""
+    """They stay so when a graph is used again: the gradients of x and z may lie in the memory of the whole."""
     block, both = block_and_rows(16)
     gradients = []
     for split in (halves, lambda both: both.chunk(2, -1)):
@@ -289,8 +289,8 @@ def test_gradients_of_halves_are_those_of_chunk(use):
 
 
 def test_the_backward_of_a_block_joins_no_halves():
-    """It joins one thing, the gradients of r, k and q. Modes see that, which trace, count or choose what to recompute:
-    so operators go through the dispatcher, forward and backward."""
+    """It joins only the gradients of r, k and q. Modes that trace, count or choose what to recompute see this, because
+    operators go through the dispatcher, forward and backward."""
     block, u = block_and_rows(4)
     graphs = []
     keep = lambda graph, inputs: graphs.append(graph.code) or make_boxed_func(graph)

@@ -1,4 +1,4 @@
-"""Every command of a program that README and docs print is one that it takes."""
+"""Every command that README and docs print is accepted by its program."""
 
 import re
 import runpy
@@ -13,7 +13,7 @@ import configurator
 
 
 class Parsed(BaseException):
-    """The program has read its arguments."""
+    """Raised when the program has read its arguments."""
 
 
 def commands():

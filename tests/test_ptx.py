@@ -1,9 +1,9 @@
 """The CUDA kernels as the CUDA compiler emits them: PTX, run on a CPU by tools/ptx.py. Needs nvcc or NVRTC, but no GPU.
 
-test_cuda.py runs the source as g++ reads it; the comparisons here are the same, float64 loop and every gradient, at the
-128 threads of a GPU. A race in shared memory (a missing barrier), an address outside every tensor, a misaligned vector
-and lanes that wait for one another in vain are errors that name the instruction and the line of the source it comes
-from.
+test_cuda.py runs the source as g++ compiles it. The comparisons here are the same, with a float64 loop and every
+gradient, at the 128 threads of a GPU. Four faults are errors that name the instruction and its source line: a race in
+shared memory (a missing barrier), an address outside every tensor, a misaligned vector, and lanes that wait for one
+another forever.
 
     python -m pytest tests/test_ptx.py
 """
@@ -55,7 +55,7 @@ LEFT_OUT = {("longhorn", BF16, *PAIRS): ()}  # compiling takes most of the time
 
 
 def load_ptx(folder, *key, source=None, left_out=()):
-    """What load_shim does, of the PTX of the kernels or of a changed `source`."""
+    """Does what load_shim does, with the PTX of the kernels or of a changed `source`."""
     macros = cuda.defines(*key)
     text = ptx.translate(ptx.compiled(macros, source or source_of(key[0])), left_out)
     # two's complement, and a multiplication and an addition stay two
@@ -70,7 +70,7 @@ def emitted(builds):
 
 
 def run(monkeypatch, module, segments=1):
-    """`use`, which also tells the translation what tensors each launch is given."""
+    """`use`, which also tells the translation which tensors each launch gets."""
     use(monkeypatch, module, segments)
     point, given = launch.point, []
 
@@ -118,7 +118,7 @@ def test_convolution(emitted, monkeypatch):
 
 
 def test_sums(emitted, monkeypatch):
-    """Of numbers that end within what a lane reads at once, too."""
+    """Also with sizes that end within what a lane reads at once."""
     module = emitted("sums", F32, build.BLOCK_SUMS)
     run(monkeypatch, module)
     use_alone(monkeypatch, module)
@@ -137,7 +137,7 @@ def test_loss(emitted, monkeypatch, dtype, room):
 
 
 def test_memory_is_reached_whole_sectors_at_a_time_and_without_bank_conflicts(emitted, monkeypatch):
-    """In a forward and a backward of whole chunks: every access to shared memory, every row that is written."""
+    """For a forward and a backward of whole chunks: every access to shared memory, every row that is written."""
     module = emitted("longhorn", BF16, *PAIRS)
     run(monkeypatch, module)
     module.lib.ptx_count(1)

@@ -58,7 +58,7 @@ def power_law(T, pairs, a):
 
 
 def chi_square(counts, p):
-    """The p-value of counts under p, with the cells that expect fewer than 20 as one."""
+    """The p-value of counts under p; cells that expect fewer than 20 are merged into one."""
     group = np.where(p * counts.sum() >= 20, np.arange(len(p)), len(p))
     got, want = np.bincount(group, counts), np.bincount(group, p) * counts.sum()
     assert (want > 0).sum() > 3
@@ -100,7 +100,7 @@ def test_examples_depend_on_seed_split_and_task_alone():
 # ---------------------------------------------------------------------------------------------------------- the mixers
 
 def mixer_of(name):
-    """A mixer alone, with weights large enough to matter; in float64, which the convolution's kernel does not have."""
+    """A mixer alone, with weights large enough to matter, in float64, for which the convolution has no kernel."""
     torch.manual_seed(3)
     mixer = NEW[name](ModelConfig(n_layer=2, n_head=1, n_embd=12, block_size=24, backend="torch"), 1).double()
     with torch.no_grad():
@@ -139,7 +139,7 @@ def taps_by_hand(filter, T, d):
 
 
 def by_hand(name, m, x):
-    """What a mixer computes, from its definition: direct convolutions, weights of all pairs of positions."""
+    """What a mixer computes, by its definition: direct convolutions, and weights of all pairs of positions."""
     T, d = x.shape[1:]
     if name == "short BaseConv":
         return convolved(x, m.conv_weight.T.flip(0), m.conv_bias) * (x @ m.proj.weight.T + m.proj.bias) + x
@@ -257,7 +257,7 @@ SMALL = ["--n_embd=16", "--block_size=16", "--pairs=2", "--vocab_size=32", "--tr
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """A command whose only cell has run: (its command line, the sweep's folder, the run's)."""
+    """A command whose only cell has finished: (its command line, the sweep's folder, the run's)."""
     folder = tmp_path_factory.mktemp("recall") / "x"
     settings = [a for a in SMALL if not a.startswith(("--block_size=", "--n_embd"))]
     line = ["run", "--mixers=based", "--Ts=16", "--widths=16", "--lrs=1e-2", "--seeds=3", f"--out={folder}", *settings,
@@ -355,7 +355,7 @@ def test_an_epoch_has_every_example_once_however_it_is_shared():
         assert all(sum(w for s, w in weights if s == step) == pytest.approx(1) for step in range(3))
 
     def begun(step, rank=0):
-        """Its first tokens, and what dropout would draw."""
+        """A step's first tokens, and what dropout would draw."""
         idx, *_ = next(data.micro_batches(step, rank, 2, 50))
         return idx.tolist(), torch.rand(4).tolist()
 
@@ -412,7 +412,7 @@ def test_a_run_of_a_saved_sweep_can_be_read_twice():
 
 @pytest.mark.parametrize("name", ["laptop", "steps"])
 def test_each_number_of_a_page_is_that_of_its_records(name, tmp_path):
-    """Of one width, with a line of seeds per mixer, and of several."""
+    """For one width, with a line of seeds per mixer, and for several."""
     assert report.write(RESULTS / f"recall_{name}.json", tmp_path / f"recall_{name}")["png"].stat().st_size > 10_000
     assert (tmp_path / f"recall_{name}.md").read_text() == (RESULTS / f"recall_{name}.md").read_text()
 
@@ -439,7 +439,7 @@ def test_the_best_rate_and_its_seeds_by_hand():
 
 
 def lose(runs, which):
-    """These runs diverged."""
+    """Marks these runs as diverged."""
     runs.loc[which, "left_out"] = "it diverged"
     runs.loc[which, ["accuracy", "recall", "steps_to_half"]] = math.nan
 
@@ -456,7 +456,7 @@ def test_a_rate_counts_with_all_of_its_seeds():
 
 
 def test_a_page_without_a_point_says_so():
-    """Of each mixer one run ended, and more seeds diverged at another rate."""
+    """Each mixer finished one run, and more seeds diverged at another rate."""
     runs = records.read(RESULTS / "recall_sooner.json")
     at_least = runs.learning_rate == runs.learning_rate.min()
     runs = runs[~at_least | (runs.seed == runs.seed.min())]

@@ -93,7 +93,7 @@ def make_run(folder, at, n, loss, gpu):
 
 
 def change(path, **values):
-    """Set keys of a JSON file, or remove them (...); a__b is key b of the table a."""
+    """Set keys of a JSON file, or remove them (...); a__b is key b of the dict a."""
     record = json.loads(path.read_text())
     for key, value in values.items():
         *parents, last = key.split("__")
@@ -108,7 +108,7 @@ def change(path, **values):
 
 
 def other_code(folder, code, files):
-    """The same run by other code."""
+    """The same run with other code."""
     change(folder / "config.json", environment__code=code, environment__code_files=files, code_versions=[code])
     change(folder / "result.json", code=code)
 
@@ -128,7 +128,7 @@ def read_report(paths):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """(folder, paths, tables, report.html) of a whole sweep with one damaged run: drawn once, read many times."""
+    """(folder, paths, tables, report.html) of a whole sweep with one damaged run, drawn once and read many times."""
     folder = tmp_path_factory.mktemp("sweeps") / "scaling laptop#1"
     folder.mkdir()
     make_sweep(folder, models=["longhorn", "retnet", "gla", "mamba", EVIL])
@@ -141,8 +141,8 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def told(tmp_path, monkeypatch):
-    """told(damage, **arguments of make_sweep): the report of Longhorn and Mamba at 460K after damage(folder, names).
-    Nothing is drawn, which would take a second per figure."""
+    """told(damage, **arguments of make_sweep): the report of Longhorn and Mamba at 460K after damage(folder, names). It
+    draws nothing, which would take a second per figure."""
     monkeypatch.setattr(figures, "draw", lambda panels, path, style: path.touch())
 
     def tell(damage=None, accept_code=(), **sweep_arguments):
@@ -155,7 +155,7 @@ def told(tmp_path, monkeypatch):
 
 
 def one(rows, **wanted):
-    """The only one of the dicts with these values."""
+    """The only dict with these values."""
     (row,) = (row for row in rows if row.items() >= wanted.items())
     return row
 
@@ -186,7 +186,7 @@ DAMAGE = [  # file; what is set in it, or its new text, or None: it is removed; 
 
 
 def assert_left_out(folder, names, reason):
-    """Also of the saved sweep, which keeps the reason where the records cannot be kept."""
+    """Also checks the saved sweep, which keeps the reason if it cannot keep the records."""
     records.save(folder, folder / "saved.json")
     for source in (folder, folder / "saved.json"):
         runs = records.read(source)
@@ -213,7 +213,7 @@ def test_a_damaged_run_is_named_and_left_out(tmp_path, file, damage, reason):
 @pytest.mark.parametrize("last, reason", [
     (1034, "it diverged: loss or gradient not finite up to step 1034"), (1033, "not finished (step 1033)")])
 def test_a_run_has_diverged_once_it_gave_up(tmp_path, last, reason):
-    """After max_bad_steps, 10; one that was killed before may recover."""
+    """It gives up after max_bad_steps, 10; a run that was killed before may recover."""
     names = make_sweep(tmp_path, **SMALL)
     (tmp_path / VICTIM / "result.json").unlink()
     with open(tmp_path / VICTIM / "log.jsonl", "a") as log:
@@ -283,7 +283,7 @@ def test_versions_of_the_code_stand_side_by_side_and_are_joined_on_request(told,
 
 
 def test_a_run_that_ended_in_other_code_does_not_speak_for_it(tmp_path):
-    """The last run began in CODE and ended in beef, whose commit it has."""
+    """The last run began in CODE and ended in beef, whose commit it names."""
     *_, last = make_sweep(tmp_path, **SMALL)
     change(tmp_path / last / "config.json", environment__code="beef", environment__commit="b" * 40,
            code_versions=[CODE, "beef"])
@@ -311,7 +311,7 @@ def test_a_saved_sweep_gives_the_same_report_of_the_same_records(told, tmp_path,
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Figures are made, but not rendered to files, which takes a second each."""
+    """Makes figures without rendering them to files, which takes a second each."""
     def save(figure, path, **how):
         path.touch()
         pyplot.close(figure)
@@ -328,7 +328,7 @@ def test_each_number_of_a_sweeps_pages_is_that_of_its_records(name, tmp_path, un
 
 
 def test_the_three_lines_of_the_documentation(monkeypatch):
-    """They give the losses as the file has them, by hand."""
+    """They give the losses in the file, computed by hand."""
     monkeypatch.chdir(RESULTS.parent)
     blocks = re.findall(r"```python\n(.*?)\n```", Path("docs/experiments.md").read_text(), re.DOTALL)
     *statements, table = next(block for block in blocks if "records.read" in block).split("\n")
@@ -370,7 +370,7 @@ def test_without_its_packages_a_report_is_one_line_and_a_sweep_keeps_its_records
 # ---------------------------------------------------------------------------------------------------------- the numbers
 
 def loss_by_hand(folder, name, documents=slice(None)):
-    """The mean over tokens of some of the documents, from the run's result.json."""
+    """The mean over the tokens of some documents, from the run's result.json."""
     losses = json.loads((folder / name / "result.json").read_text())["val_document_losses"]
     pairs = list(zip(WEIGHTS, losses, strict=True))[documents]
     return sum(w * loss for w, loss in pairs) / sum(w for w, _ in pairs)
@@ -390,7 +390,8 @@ def test_losses_are_of_all_files_and_of_seeds_that_chose_nothing(whole):
 
 
 def test_the_multiplier_is_that_of_the_laws(whole):
-    """How many times b's tokens Longhorn needs for b's loss: by the laws, and inside the interval, which is narrow."""
+    """How many times b's tokens Longhorn needs for b's loss: the laws' value is inside the interval, which is
+    narrow."""
     _, _, tables, page = whole
     E, A, alpha, B, beta = LAWS["longhorn"]
     for b, (size, n) in itertools.product(("retnet", "gla", "mamba"), SIZES.items()):
@@ -450,7 +451,7 @@ def test_one_seed_or_noise_make_no_winner(told, seeds, noise, said):
 
 
 def set_losses(folder, names, family, loss):
-    """Give all reported runs of a family the losses loss(steps, seed)."""
+    """Set the losses of a family's reported runs to loss(steps, seed)."""
     for name in names:
         steps, seed = (int(re.search(pattern, name)[1]) for pattern in (r"_(\d+)steps", r"seed(\d+)"))
         if name.startswith(family) and seed > 1000 and not name.endswith("cosine"):
@@ -485,7 +486,7 @@ def test_a_row_per_budget_and_where_the_curves_cross(told):
 
 
 def test_hours_count_processes_and_what_a_branch_trained_itself(told):
-    """Two runs beside each other count once in the time under way, and a break between two commands does not count."""
+    """Two runs at the same time count once in the time under way, and a break between two commands does not count."""
     def damage(folder, names):
         plan = json.loads((folder / "plan.json").read_text())
         for i, name in enumerate(names):
@@ -517,7 +518,7 @@ def test_flops_and_seconds_are_the_tokens_times_the_cost_of_each_familys_token(t
 @pytest.mark.parametrize("seeds, others, steps", [
     (3, (256, 2048), 1024), (2, (256, 3000), 3000)])
 def test_compared_is_the_budget_with_most_seeds_and_of_two_such_the_longer(told, seeds, others, steps):
-    """All seeds were run at 1024 steps, two at the others."""
+    """All seeds were run with 1024 steps, two seeds with the others."""
     tables, text = told(seeds=(1001, 1002, 1003)[:seeds], others=others)
     longhorn, mamba = tables["losses"]
     row = one(tables["pairs"], is_main=True)
@@ -549,7 +550,8 @@ def test_what_the_papers_table_is_worth_in_tokens(told):
 @pytest.mark.parametrize("lost, tokens", [(("mamba_460K_1024",), 512 * BATCH), (
     ("mamba_460K_1024", "mamba_460K_512steps_lr0.004_seed100", "longhorn_460K_256"), None)])
 def test_families_are_compared_at_the_tokens_that_all_of_them_saw(told, lost, tokens):
-    """Mamba's runs at 1024 steps are lost: both are compared at what both have; nothing in common is said."""
+    """Mamba's runs with 1024 steps are lost, so both are compared at the longest budget that both have. If they have
+    none in common, a line says so."""
     def damage(folder, names):
         for name in names:
             if name.startswith(lost):
@@ -638,7 +640,7 @@ def test_markdown_tables_are_whole(whole):
 
 
 def test_a_figure_has_the_intervals_of_its_curves(tmp_path, monkeypatch):
-    """A band over x, and a legend from the highest end to the lowest; without y a line on which the points are."""
+    """A band over x, with a legend sorted by the height of the curves' ends; without y, points on a line."""
     drawn = []
     monkeypatch.setattr(figures, "save_figure", lambda figure, path, **how: drawn.append(figure))
     over_x = figures.Curve("gla", "GLA", [1, 2], [5, 6], [4, 3], [7, 9])
@@ -670,8 +672,8 @@ LARGER = 3_500_000
 
 @pytest.fixture(scope="module")
 def law_page(tmp_path_factory):
-    """The folder of a law's page, of two families; of GLA a size is not complete. Four losses were predicted: one is
-    measured inside its interval, one outside, one began before, one has not begun."""
+    """The folder of a law's page with two families; one size of GLA is not complete. Of four predicted losses one is
+    measured inside its interval, one outside, one began too early, and one has not begun."""
     folder = tmp_path_factory.mktemp("law")
     make_sweep(folder / "runs", ["longhorn", "llama", "gla"], seeds=(1001, 1002), others=(64, 128, 256, 512))
     (folder / "runs/gla_460K_256steps_lr0.004_seed1002/result.json").unlink()
@@ -699,7 +701,8 @@ def law_page(tmp_path_factory):
 
 
 def test_the_page_of_a_law(law_page):
-    """In its order; the ratio is that of LAWS at equal size, what became of the predictions by hand."""
+    """Its parts come in order; the ratio at equal size is that of LAWS, and the fate of the predictions is written by
+    hand."""
     text = (law_page / "report.md").read_text()
     sentences = re.findall(r"^\*\*(.*)\*\*$", text, re.MULTILINE)
     assert [re.sub(r"[-+\d].*", "", said) for said in sentences] == [
@@ -749,7 +752,7 @@ def test_predictions_are_written_once(law_page, tmp_path):
 
 
 def test_the_notebook_draws_the_points_of_a_law(law_page):
-    """The points and the frontier of each family; a line per prediction."""
+    """Each family has its points and its frontier, each prediction a line."""
     cells = json.loads((RESULTS.parent / "docs/law.ipynb").read_text())["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     for at, put in (("../results/law", str(law_page)), ("LEAST = fit.MB", "LEAST = 2**18"), ("draws=20", "draws=1")):

@@ -32,7 +32,7 @@ def out(tmp_path_factory):
 
 
 def says(monkeypatch, tokens):
-    """Models say these tokens, whatever they are asked; returns the prompts, and the screen before each token."""
+    """Makes models say these tokens, whatever they are asked; returns the prompts, and the screen before each token."""
     prompts, screens = [], []
 
     def stream(lm, idx, max_new_tokens, **sampling):
@@ -62,8 +62,8 @@ def test_the_same_seed_says_the_same(out):
 
 
 def test_what_is_said_is_what_the_model_generates(out):
-    """The tokens of `generate` on the loaded model, also after a prompt longer than the training context. Where nothing
-    is asked for: 500 tokens after an empty line, at a temperature of 0.8, one sample."""
+    """It equals `generate` on the loaded model, also after a prompt longer than the training context. By default: 500
+    tokens after an empty line, at a temperature of 0.8, one sample."""
     lm, meta = sample.load_model(out)
     assert not lm.training and meta["tokenizer"] == "bytes"
     for prompt, n, given in ("\n", 500, False), ("far longer than the context of twenty-four bytes " * 3, 50, True):
@@ -75,7 +75,7 @@ def test_what_is_said_is_what_the_model_generates(out):
 
 
 def test_text_streams_character_by_character(out, monkeypatch):
-    """One that is cut off at the end does not reach the next sample."""
+    """A character that is cut off at the end does not reach the next sample."""
     _, screens = says(monkeypatch, [*"aé😀b".encode(), 0xE2, 0x82])
     result = run(out_dir=out, prompt="P", max_new_tokens=10, num_samples=2)
     assert result.out == "Paé😀b\ufffd\n\n---\nPaé😀b\ufffd\n"
@@ -86,7 +86,7 @@ def test_text_streams_character_by_character(out, monkeypatch):
 
 
 def test_prompts_from_everywhere(out, tmp_path, monkeypatch):
-    """UTF-8; bytes that are no text are a prompt for a model of bytes."""
+    """In UTF-8; bytes that are not text are a prompt for a model of bytes."""
     prompts, _ = says(monkeypatch, [33])
     content = b"\xff\xfea\r\n\x00"
     (tmp_path / "prompt.txt").write_text("from a file €\n", encoding="utf-8")
@@ -175,7 +175,7 @@ def test_a_trained_character_model_speaks_its_characters(tmp_path):
 
 
 def test_code_that_changed_since_the_training_is_said(tmp_path):
-    """Not of code that only trains, which no program that loads the model runs."""
+    """But not code that only trains, which no program that loads the model runs."""
     out = make_run(tmp_path / "run")
     files = {**records.code_identity()["code_files"], "train.py": "another"}
     environment = {"commit": "0123abc", "uncommitted_changes": True, "code": "v2abc", "code_files": files}

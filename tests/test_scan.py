@@ -1,4 +1,4 @@
-"""What is the scans' own; test_conformance.py asks them what it asks every operator.
+"""Tests of the scans alone; test_conformance.py has the tests that every operator shares.
 
     python -m pytest tests/test_scan.py
 """
@@ -33,7 +33,7 @@ EVERY = pytest.mark.parametrize("update", ("longhorn", "exact", "mamba", "mamba 
 
 
 def mamba_ssms(u, delta, A, B, C, D=None, z=None, delta_bias=None, update="mamba"):
-    """The recurrence in its layout: time comes last, and each channel has the B and C of its group."""
+    """The recurrence in mamba-ssm's layout: time comes last, and each channel has the B and C of its group."""
     time_first = lambda a: a.movedim(-1, 1)
     of_channels = lambda a: a[:, None] if a.dim() == 3 else a.repeat_interleave(len(A) // a.shape[1], 1)
     z = None if z is None else time_first(z)
@@ -46,7 +46,7 @@ def mamba_ssms(u, delta, A, B, C, D=None, z=None, delta_bias=None, update="mamba
     (2, 33, 6, 5, None, True, ()), (3, 1, 12, 3, 4, True, ("D", "delta_bias")),
     (2, 45, 10, 8, 2, False, ("delta_bias", "z")), (1, 7, 5, 2, 5, True, ("D", "z", "delta_bias"))])
 def test_mamba_ssms_function(batch, T, D, N, groups, softplus, without):
-    """Every gradient, that through the last state too, in its layout."""
+    """With every gradient, also through the last state, in mamba-ssm's layout."""
     draw = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + N))
     rows = (batch, N, T) if groups is None else (batch, groups, N, T)
     a = {"u": draw(batch, D, T), "delta": draw(batch, D, T), "A": -draw(D, N).exp(), "B": draw(*rows),
@@ -76,7 +76,7 @@ def test_what_mamba_ssms_function_refuses(changes, words):
 
 
 def test_the_program_of_the_page_is_the_scan():
-    """More than two of its chunks, which it computes again in the backward."""
+    """Over more than two of its chunks, which it recomputes in the backward."""
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/kernels.md").read_text(), re.DOTALL)
     names = {}
     exec(program, names)
@@ -89,7 +89,7 @@ def test_the_program_of_the_page_is_the_scan():
 @pytest.mark.skipif(not hasattr(modeling_mamba, "mamba_selective_scan"),
                     reason="this version of transformers calls a scan on a GPU only")
 def test_hugging_faces_mamba_runs_on_it_by_the_lines_of_the_page(monkeypatch):
-    """The logits, and the tokens that it generates through its cache."""
+    """The logits are right, and so are the tokens generated through its cache."""
     monkeypatch.setattr(modeling_mamba, "mamba_selective_scan", modeling_mamba.mamba_selective_scan)  # put back after
     torch.manual_seed(0)
     theirs = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2))
@@ -107,7 +107,7 @@ def test_hugging_faces_mamba_runs_on_it_by_the_lines_of_the_page(monkeypatch):
 
 
 def test_the_scans_run_in_another_project(tmp_path):
-    """With the files that the page names, and nothing else of the repository."""
+    """They need only the files that the page names."""
     for folder in ("kernels", "common"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "longhorn_scan.cu", tmp_path)
@@ -125,7 +125,7 @@ def test_the_scans_run_in_another_project(tmp_path):
 @pytest.mark.parametrize("backend", ("", "torch"))
 @pytest.mark.parametrize("lengths", [[31, 0, 33, 1], [32, 32, 0]], ids=str)
 def test_packed_sequences_are_separate_sequences(update, backend, lengths):
-    """Every gradient, in both directions."""
+    """With every gradient, in both directions."""
     row = OPERATORS[update]
     half, cu = packed(update, lengths, 20, 3, BF16)
     assert not wrong(update, half, backend, cu_seqlens=cu.int())
@@ -137,7 +137,7 @@ def test_packed_sequences_are_separate_sequences(update, backend, lengths):
 
 
 def test_scratch_memory_is_written_before_it_is_read():
-    """glibc can fill what malloc hands out with a byte of our choice: 0x7f7f7f7f as a float is 3e38."""
+    """glibc can fill what malloc returns with a byte of our choice: 0x7f7f7f7f as a float is 3e38."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) or pytest.skip("this C library has no mallopt")
     mallopt(-6, 0x80)  # M_PERTURB: allocated bytes are its complement
     try:
@@ -148,7 +148,7 @@ def test_scratch_memory_is_written_before_it_is_read():
 
 
 def test_opcheck():
-    """These sequences leave no gap in the chunk states, whose unwritten numbers would differ."""
+    """These sequences leave no gap in the chunk states: unwritten numbers would differ."""
     torch.use_deterministic_algorithms(False)
     cu = torch.tensor([0, 33, 34])
     a = inputs("mamba", 1, 34, 3, 2) | {"h0": torch.zeros(2, 3, 2)}
@@ -180,7 +180,7 @@ def test_mixed_dtypes_are_promoted():
 
 @pytest.mark.parametrize("backend,T,kept", [("cpu", 2048, 2048 // build.CHUNK), ("torch", 512, 512)])
 def test_what_autograd_keeps(backend, T, kept):
-    """Beside the inputs the kernels keep a state per chunk; the loop, which computes them again, less than all."""
+    """Besides the inputs the kernels keep one state per chunk; the loop recomputes states and keeps only some."""
     a = inputs("longhorn", 1, T, 64, 16)
     given = sum(v.untyped_storage().nbytes() for v in a.values()) if backend == "cpu" else 0
     with what_autograd_keeps() as storages:

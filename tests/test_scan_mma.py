@@ -21,7 +21,7 @@ scan_mma = pytest.importorskip("tools.scan_mma", reason="no Triton here: make te
 
 @pytest.fixture(autouse=True, scope="module")
 def interpreter():
-    """The interpreter prepares Triton's language at each call of a function, half of its time: here it does so once."""
+    """Triton's interpreter prepares the language at each call, which is half of its time; here it does so once."""
     if not INTERPRETED:
         yield
         return
@@ -36,7 +36,7 @@ def interpreter():
 
 
 def truth(e, x, k, q, h0=None):
-    """Step 3 of Algorithm 1, given eps: a head per channel, whose values are single numbers."""
+    """Step 3 of Algorithm 1 with eps given: one head per channel, with values of width 1."""
     e, x, k, q = e[..., None], x[..., None], k[:, :, None], q[:, :, None]
     y, S = recurrence(q, k, e * x, 1 - e * k.square(), state=shown(h0))
     return {"y": y[..., 0], "hT": S[..., 0]}
@@ -95,7 +95,7 @@ def test_in_float32_it_computes_the_recurrence(case):
     dict(B=1, T=17, D=64, N=16), dict(B=1, T=17, D=20, N=16, slot=0.1), dict(B=1, T=17, D=20, N=16, slot=30.0),
     dict(B=1, T=11, D=20, N=33, key=0.01)], ids=str)
 def test_tf32_costs_a_thousandth_at_most(case):
-    """And at least a hundred thousandth: the operands are rounded."""
+    """The error is also at least a hundred-thousandth, because operands are rounded."""
     found = errors(draw(**case), "tf32")
     assert 1e-5 < max(found.values()) < 1e-3, found
 

@@ -40,7 +40,7 @@ HYBRID = "longhorn*2,llama"
 
 
 def edited(target, old, new):
-    """The function of this name, with `new` in place of `old` in its source."""
+    """The function with this name, with `new` in place of `old` in its source."""
     original = pkgutil.resolve_name(target)
     source, names = textwrap.dedent(inspect.getsource(original)), {}
     assert source.count(old) == 1, source
@@ -59,7 +59,7 @@ def model_of(pattern, **settings):
 
 @torch.no_grad()
 def read(lm):
-    """(the loss, how far reading token by token is from reading all at once)."""
+    """(the loss, the difference between reading token by token and reading all at once)."""
     idx = torch.randint(64, (2, 41), generator=torch.Generator().manual_seed(1))
     x, y = idx[:, :-1], idx[:, 1:]
     state, parts = lm.initial_state(2), []
@@ -72,7 +72,7 @@ def read(lm):
 
 @pytest.fixture
 def edit(monkeypatch):
-    """edit(target, old, new): change a function; undone after the test."""
+    """edit(target, old, new) changes a function until the end of the test."""
     def edit(target, old, new):
         monkeypatch.setattr(target, edited(target, old, new))
     return edit
@@ -237,14 +237,14 @@ def test_only_what_is_above_the_tolerance_stops(target, line, least, edit):
 
 
 def test_a_tensor_has_the_name_of_the_model_not_of_the_toy(edit):
-    """The toy has layers 0, 3 and 4 of these."""
+    """The toy has only layers 0, 3 and 4 of the model."""
     edit("kernels.ops._softmax_attention", "** -0.5", "** -0.4")
     line = stopped(model_of("longhorn*4,llama", n_layer=5))
     assert re.search(r"layers\.(\d)", line)[1] == "4"
 
 
 def test_an_edit_of_the_kernel_stops_until_the_loop_and_its_backward_follow(builds, edit, monkeypatch):
-    """The CPU library is compiled with two edits, which run where `broken` says so."""
+    """The CPU library is compiled with two edits, which take effect where `broken` says so."""
     text = with_mistake(source_text(), "step", "if (broken) { Step<V> s = longhorn_step(x, dt, bias, kk); "
                         "s.size = 0.5f * s.size; return s; }")
     text = with_mistake(text, "step gradients", "if (broken > 1) de = 2.0f * de;")
@@ -266,7 +266,7 @@ def test_an_edit_of_the_kernel_stops_until_the_loop_and_its_backward_follow(buil
 
 
 def test_noise_in_training_hides_nothing(edit):
-    """It draws other numbers in float64, which the tolerance must not take for rounding."""
+    """The model draws other numbers in float64, which the tolerance must not mistake for rounding."""
     edit("model.SwiGLU.forward", "self.w3(x))", "F.dropout(self.w3(x), 0.2, self.training))")
     assert "agree" in self_check(model_of("gla"))
     edit("kernels.linear_attention._gla", "decay * S", "1.01 * decay * S")
@@ -290,7 +290,7 @@ def test_only_the_check(data, out):
 # ---------------------------------------------------------------------------------------------------- no false alarms
 
 class Cumulative(nn.Module):
-    """The least that a mixer can be."""
+    """The smallest possible mixer."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -301,7 +301,7 @@ class Cumulative(nn.Module):
 
 
 class Noisy(Cumulative):
-    """With a random buffer that is not saved, and a random number that is not even a buffer."""
+    """Has a random buffer that is not saved, and a random number that is not even a buffer."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -343,8 +343,8 @@ def test_these_edits_start(target, line, instead, settings, edit):
 
 
 def rounding(line):
-    """How many times the plain operators' rounding the others have in bfloat16, which may be 3; None if it is not
-    said."""
+    """What the line says of bfloat16, where at most 3 times the plain operators' rounding is allowed; None if it says
+    nothing."""
     said = re.search(r"in bfloat16 to (\S+) times the plain operators' rounding", line)
     assert said is None or 0 < float(said[1]) <= 3
     return said
@@ -370,7 +370,7 @@ def test_unedited_all_agrees(pattern, backend):
 @pytest.mark.parametrize("pattern, n_layer", [("longhorn,mamba,llama,gla,retnet,rwkv,kda,mamba2", 8), ("rwkv", 12),
                                               ("longhorn*2,retnet,swa*3", 12)])
 def test_unedited_models_with_packed_documents_start(pattern, n_layer):
-    """The last two amplify rounding: fast and plain differ by fifty times what is usual."""
+    """The last two models amplify rounding: fast and plain operators differ by fifty times the usual."""
     line = self_check(model_of(pattern, n_layer=n_layer, n_embd=64, documents="pack"))
     assert "documents, whole sequences and states agree" in line
 
@@ -384,7 +384,7 @@ def test_a_model_that_cannot_be_made_small_says_what_to_do(monkeypatch):
 # -------------------------------------------------------------------------------------------- other libraries' kernels
 
 class TF32(TorchDispatchMode):
-    """Matrix products of float32 numbers as a GPU's tensor cores make them: of operands with 11 bits."""
+    """Makes float32 matrix products as a GPU's tensor cores do, from operands with 11 bits."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.baddbmm):
@@ -394,7 +394,7 @@ class TF32(TorchDispatchMode):
 
 
 def library_bodies():
-    """{operator: a stand-in for the library's function}, which computes what it should with TF32's products."""
+    """{operator: a stand-in for the library's function} that computes the right result with TF32 products."""
     def chunk_gla(q, k, v, scale, initial_state, output_final_state, g):
         assert {q.dtype, k.dtype, v.dtype} <= {torch.bfloat16, torch.float16} and scale == 1.0
         return la._gla(q, k, v, g, initial_state)
@@ -408,7 +408,7 @@ def library_bodies():
 
 @pytest.fixture
 def libraries(library):
-    """The stand-ins, and what was called."""
+    """The stand-ins, and which of them were called."""
     bodies, called = library_bodies(), []
     for op in bodies:
         def function(*args, op=op, **kwargs):
@@ -429,7 +429,7 @@ def of_library(family):
 
 @pytest.mark.parametrize("family", BY_LIBRARY)
 def test_the_body_that_trains_is_compared_in_the_dtype_that_it_takes(family, libraries):
-    """TF32's products are no edit. In float32 nothing that takes 16 bits runs."""
+    """TF32 products do not count as an edit. In float32, no function that takes only 16 bits runs."""
     line, trained = self_check(of_library(family), torch.bfloat16), set(libraries.called)
     assert trained == BY_LIBRARY[family][1] and rounding(line)
     libraries.called.clear()

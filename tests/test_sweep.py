@@ -47,12 +47,12 @@ def run(cells, folder, script, jobs=2, nproc=1, gpus=()):
 
 @pytest.fixture
 def drive_gated(start, tmp_path, stand_in):
-    """drive_gated(n): a driver of n cells, of which the first two wait until there is a file `gate`."""
+    """drive_gated(n): a driver of n cells, the first two of which wait until the file `gate` exists."""
     return lambda n=4: drive(start, tmp_path, stand_in, gated(tmp_path, n))
 
 
 def has_run(folder, *checkpoints, finished=False):
-    """The files of a run that has begun, and kept its checkpoints of these steps."""
+    """The files of a run that has begun and kept checkpoints of these steps."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text("{}")
     for step in checkpoints:
@@ -82,7 +82,7 @@ def test_it_runs_what_is_not_finished_and_reports_failures(tmp_path, stand_in, c
 
 
 def test_so_many_at_a_time(tmp_path, stand_in, monkeypatch):
-    """Eight cores among three cells are two threads each."""
+    """With three cells on eight cores, each gets two threads."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(engines, "cores", lambda: 8)
     cells = [Cell(f"c{i}", ["--together=3"]) for i in range(5)]
@@ -140,7 +140,7 @@ def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_killed_at_any_moment_it_resumes(tmp_path, drive_gated, how):
-    """Also while the cells of the killed driver still save: those of the next one wait for them."""
+    """Even while cells of the killed driver still save: the next driver's cells wait for them."""
     if how == signal.SIGKILL and sys.platform != "linux":
         pytest.skip("only Linux tells children that their parent died")
     driver = drive_gated()
@@ -174,7 +174,7 @@ def test_a_second_signal_does_not_wait_for_cells_that_save(tmp_path, drive_gated
 
 
 def test_a_sweep_has_one_driver(tmp_path, drive_gated):
-    """The second is refused in a line that names the first; a killed one leaves nothing behind."""
+    """A second one is refused in a line that names the first; a killed driver leaves nothing behind."""
     first = drive_gated()
     wait_until(both_have(tmp_path, "held"))
     second = drive_gated()
@@ -187,7 +187,7 @@ def test_a_sweep_has_one_driver(tmp_path, drive_gated):
 
 
 def test_a_killed_cell_goes_on_if_it_got_further(tmp_path, drive_gated):
-    """Else it failed: what kills it would do so for ever."""
+    """Otherwise it has failed: whatever kills it would do so forever."""
     driver = drive_gated(2)
     wait_until(both_have(tmp_path, "held"))
     (tmp_path / "c0" / "checkpoint-0.safetensors").touch()
@@ -265,7 +265,7 @@ def every_cell(preset):
 
 
 def test_the_paper_preset_is_the_papers():
-    """Section 5.2 and Table 5, written out here by hand."""
+    """Compared with Section 5.2 and Table 5, written out by hand."""
     cells = every_cell(sweep.PRESETS["paper"])
     sizes = {"120M": (12, 768, 12, 4800, 6e-4), "350M": (24, 1024, 16, 13500, 3e-4)}
     # min_lr -1 and warmup_iters -1: a tenth of the peak, 5% of the steps
@@ -285,7 +285,7 @@ def test_the_paper_preset_is_the_papers():
 @pytest.mark.parametrize("argv, search, seed", [
     (["duel", "longhorn", "mamba"], 2 * (4 + 3) * 4, 2 * 2 * 16 * 3), (["laptop"], 6 * 2 * 4, 6 * (5 + 3) * 3)])
 def test_runs_of_a_preset_differ_in_nothing_else(argv, search, seed):
-    """Counts by hand: families x seeds x rates, families x seeds x budgets; one cosine per size."""
+    """Counted by hand: families x seeds x rates, families x seeds x budgets, and one cosine per size."""
     preset = chosen(*argv)
     cells = every_cell(preset)
     assert len({c.name for c in cells}) == len(cells)
@@ -307,7 +307,8 @@ def test_runs_of_a_preset_differ_in_nothing_else(argv, search, seed):
 
 
 def test_the_law_is_a_family_and_size_after_the_other():
-    """Budgets in MB and seeds by hand; of Longhorn's each is trained once, and a fifth of the shorter ones again."""
+    """Budgets in MB and seeds, by hand. Of a seed of Longhorn's the longest run is trained whole, of the shorter ones
+    the last fifth."""
     preset = chosen("law", "longhorn", "gla", "llama")
     cells = sweep.reported_cells(preset, dict.fromkeys(itertools.product(preset.models, preset.sizes), 2e-3))
     budgets, places = [16, 8, 4, 2, 1, 0.5], []
@@ -346,8 +347,8 @@ def test_the_law_on_a_gpu_is_a_ladder_to_the_papers_120M(monkeypatch, capsys):
 
 
 def test_rates_of_a_width():
-    """The line through three by hand, in powers of two: a slope of -1/2 with an error of sqrt(1/12); of two rates, as
-    1 / width from the last."""
+    """The line through three rates by hand, in powers of two: a slope of -1/2 with an error of sqrt(1/12). With two
+    rates, the last one is scaled by 1 / width."""
     found = {2**6: 2**-8, 2**7: 2**-9, 2**8: 2**-9}
     assert sweep.rate_by_width(found, 32) == pytest.approx(2 ** (-26 / 3 + 1))
     line = sweep.line_of_rates(found)
@@ -361,7 +362,7 @@ def test_rates_of_a_width():
 
 
 def test_the_numbers_of_a_plan_at_budgets_that_do_not_divide(capsys):
-    """333 and 101 steps of 1,024 tokens: a fifth is the decay, a branch is trained from where it leaves its trunk."""
+    """333 and 101 steps of 1,024 tokens: a fifth is decay, and a branch trains only from where it leaves its trunk."""
     preset = chosen("duel", "longhorn", "mamba", "--sizes=460K", "--steps=333", "--budgets=101", "--seeds=1")
     trunk, branch = sweep.seed_cells(preset, "longhorn", "460K", 2e-3, 1001, {333, 101})
     assert "--keep_steps=81,266" in trunk.argv and not trunk.after and trunk.at["from"] == 0
@@ -387,7 +388,7 @@ def test_the_numbers_of_a_plan_at_budgets_that_do_not_divide(capsys):
 
 
 def plan_for(capsys, *argv):
-    """{(family, size): [micro-batch, memory, share, time]} of the paper's plan; the lines below; the commands."""
+    """{(family, size): [micro-batch, memory, share, time]} of the paper's plan; the lines below it; the commands."""
     assert sweep.main(["paper", "longhorn", "mamba", "--dry-run", *argv]) == 0
     rows, rest, commands = {}, [], []
     for line in capsys.readouterr().out.splitlines():
@@ -402,8 +403,8 @@ def plan_for(capsys, *argv):
 
 
 def test_a_plan_for_gpus_that_are_named_and_not_here(capsys, monkeypatch):
-    """324,386 tokens per second and 23.3 GB were measured on an H200, whose peak an H100 has; an A100 has 312 of 989
-    TFLOP/s. Mamba was not measured. A run keeps three checkpoints of 12 bytes a parameter."""
+    """An H200 reached 324,386 tokens per second with 23.3 GB. An H100 has its peak, an A100 312 of 989 TFLOP/s. Mamba
+    was not measured. A run keeps three checkpoints of 12 bytes per parameter."""
     monkeypatch.setattr("data.prepared.find_dataset", lambda name: pytest.fail("no data are needed"))
     minutes = 4800 * 524288 / 324386 / 8 / 60
     rows, rest, commands = plan_for(capsys, "--gpu=H100", "--gpus=8")
@@ -454,7 +455,8 @@ def of_a_seed(tmp_path):
 
 
 def test_further_budgets_branch_from_what_is_there(tmp_path, of_a_seed):
-    """A shorter, a middle and a longer one, after the trunk has ended; what has not ended cannot be left."""
+    """A shorter, a middle and a longer one, after the trunk has finished; an unfinished trunk cannot be branched
+    from."""
     first = of_a_seed(1024)
     runner.write_plan(tmp_path, first)
     more = lambda: of_a_seed(256, 1024, 2048)
@@ -471,7 +473,7 @@ def test_further_budgets_branch_from_what_is_there(tmp_path, of_a_seed):
 
 
 def test_a_run_that_has_begun_goes_on_as_it_began(tmp_path, of_a_seed):
-    """It keeps what it was to keep, of which other budgets branch; no more than that."""
+    """It keeps the checkpoints it was told to keep, from which other budgets branch, and no others."""
     first = of_a_seed(1024, 512)
     runner.write_plan(tmp_path, first)
     has_run(tmp_path / first[0].name, 410)
@@ -494,7 +496,8 @@ def test_command_line_choices(argv, sizes):
 
 
 def test_families_of_a_sweep_share_seeds_unless_a_word_says_otherwise():
-    """A word gives other seeds, a setting the same; patterns are families. Settings for every run reach every run."""
+    """A label (a word) gives a family other seeds, a setting keeps them; patterns are families. Settings for every run
+    reach every run."""
     steps = "deltanet", "deltanet@step=implicit", "deltanet@step=implicit,normalize_keys=false"
     cells = every_cell(chosen("duel", "longhorn*3,llama", "longhorn@again", *steps, "--wandb=offline", "--seeds=2",
                               "--budgets=512"))
@@ -516,7 +519,7 @@ def test_families_of_a_sweep_share_seeds_unless_a_word_says_otherwise():
 @pytest.mark.parametrize("named, seen, ids", [
     ("", 2, [0, 1]), ("1,0", 2, ["1", "0"]), ("-1", 0, []), ("NoDevFiles", 0, []), ("0,1", 1, None), ("7", 0, None)])
 def test_gpus_that_are_not_there_are_refused(monkeypatch, named, seen, ids):
-    """CUDA would hide those after the first such, and the runs meant for them would train on the CPU."""
+    """CUDA would hide all GPUs after the first missing one, and their runs would train on the CPU."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
@@ -566,7 +569,7 @@ def families_reported(folder):
 
 @pytest.mark.parametrize("best, tried, chose", [(3e-3, 4, 3e-3), (2e-2, 6, 2e-2), (1, 7, 6.36e-2), (1e-9, 7, 1.24e-4)])
 def test_a_search_goes_beyond_its_edge_three_times_at_most(tmp_path, pretend, best, tried, chose):
-    """And once it has ended, it chooses the same rate again, although by then there are rates beyond its first ones."""
+    """Once it has finished it chooses the same rate again, although by then there are rates beyond the first ones."""
     ran = pretend(lambda at: 1 + math.log(at["learning_rate"] / best) ** 2)
     argv = ["laptop", "gla", "--sizes=460K,1.5M", "--seeds=1", f"--out={tmp_path}"]
     assert sweep.main(argv) == 0
@@ -580,7 +583,8 @@ def test_a_search_goes_beyond_its_edge_three_times_at_most(tmp_path, pretend, be
 
 
 def test_a_law_and_what_follows_it(tmp_path, pretend):
-    """Family by family, rates of 60K and 250K by the line; then half the rate, and the first seed continued."""
+    """Family by family, with the rates of 60K and 250K from the line; then half the rate, and the first seed
+    continued."""
     best = {"130K": 6e-3, "460K": 4e-3, "1.5M": 2e-3}
     ran = pretend(lambda at: 1 + math.log(at["learning_rate"] / best.get(at["size"], 1)) ** 2)
     run = lambda preset: sweep.main([preset, "llama", "longhorn", "--budgets=512", f"--out={tmp_path}"])
@@ -634,8 +638,8 @@ def test_no_rate_is_chosen_while_a_run_of_the_search_is_missing(tmp_path, preten
 
 
 def test_a_sweep_grows_by_what_is_new(tmp_path, pretend, capsys):
-    """Seeds, sizes, budgets, families; the rate that seeds ran at stays, and a label keeps its meaning. --dry-run says
-    what it begins with."""
+    """By seeds, sizes, budgets and families. The rate that seeds ran at stays, and a label keeps its meaning. --dry-run
+    says what would begin."""
     ran = pretend(lambda at: 1 + abs(at["learning_rate"] - 3e-3))
 
     def run(*argv):

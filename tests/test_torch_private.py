@@ -41,7 +41,7 @@ def test_a_build_for_gpus_knows_their_streams():
 
 
 def test_marks_for_the_compiler():
-    """torch.compile must look at these attributes: the names must be the ones that its own decorators set."""
+    """torch.compile must look at these attributes: their names must be those that its own decorators set."""
     constant = torch_private.constant_when_compiled(lambda: 1)
     assert vars(constant).keys() == vars(torch.compiler.assume_constant_result(lambda: 1)).keys()
     ours, theirs = (vars(of(lambda: 1)) for of in (torch_private.not_compiled, torch.compiler.disable))

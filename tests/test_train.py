@@ -71,7 +71,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def ran(data):
-    """ran(out, **changes): what a run on words says, which must succeed. The last three are those of helpers.run."""
+    """ran(out, **changes): what a run on words prints; it must succeed. The last three are those of helpers.run."""
     def ran(out, base=TINY, LM=LM, draw_loss=no_picture, err=None, **changes):
         return succeed(arguments(data, out, base, **changes), LM, draw_loss=draw_loss, err=err)
     return ran
@@ -117,7 +117,7 @@ def factors(**settings):
 
 
 def test_learning_rates_of_each_schedule():
-    """By hand: the warmup reaches the peak in its last step, a decay its end in the last step of the run."""
+    """By hand: the warmup reaches the peak in its last step, and the decay reaches its end in the run's last step."""
     short = {"max_iters": 7, "warmup_iters": 2, "min_lr": 0.4}  # cosine: five steps of a fifth of half a turn
     assert factors(**short) == pytest.approx([0.5, 1, 0.923607, 0.723607, 0.476393, 0.276393, 0.2], abs=1e-6)
     flat = {"max_iters": 10, "warmup_iters": 3, "min_lr": 0.0}
@@ -131,14 +131,14 @@ def test_learning_rates_of_each_schedule():
 
 
 def test_the_warmup_and_decay_that_nobody_asked_for():
-    """5% and 20% of the steps, 2 and 7 of 33, down to a tenth of the peak."""
+    """By default 5% and 20% of the steps, 2 and 7 of 33, down to a tenth of the peak."""
     rates = factors(max_iters=33, schedule="wsd")
     assert rates.index(1.0) == 1 and rates.count(1.0) == 33 - 2 - 7 + 1
     assert rates[-1] == 0.1 == factors(max_iters=33)[-1]
 
 
 def test_defaults():
-    """Those of nanoGPT, or written down in README and --help."""
+    """They are nanoGPT's, or written down in README and --help."""
     literal = {"seed": 1337, "batch_tokens": 524288, "max_iters": 4800, "learning_rate": 6e-4, "min_lr": -1,
                "warmup_iters": -1, "decay_iters": -1, "schedule": "cosine", "optimizer": "adamw", "weight_decay": 0.1,
                "beta1": 0.9, "beta2": 0.95, "grad_clip": 1, "eval_interval": 250, "log_interval": 10,
@@ -203,7 +203,7 @@ LARGE = {"longhorn_1b3": 1_331_595_264, "mamba_1b3": 1_334_740_992, "llama_1b3":
 
 @pytest.mark.parametrize("name", LARGE)
 def test_configs_of_section_5_3(name):
-    """100B tokens in steps of 2M, of which 1B warm up; and 15B in steps of 0.5M."""
+    """100B tokens in steps of 2M, with 1B of warmup; and 15B in steps of 0.5M."""
     config = read_config(name)
     tokens, warm = (100e9, 1e9) if name.endswith("1b3") else (15e9, 0.5e9)
     sizes = ModelConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)})
@@ -254,8 +254,8 @@ def test_the_result_of_a_finished_run(whole):
 
 
 def test_only_a_runs_own_files_are_moved_aside(data, ran, tmp_path, monkeypatch):
-    """All of them, out of any folder, the current one included; a kill in the middle is made good, also by another
-    command."""
+    """All of them are, in any folder, the current one included. After a kill in the middle, another command too
+    finishes the move."""
     out, once = tmp_path / "folder", {"max_iters": 2, "checkpoint_interval": 1, "final_eval_tokens": 64}
     (out / "thesis").mkdir(parents=True)
     (out / "best.py").write_text("mine")
@@ -281,7 +281,7 @@ def test_only_a_runs_own_files_are_moved_aside(data, ran, tmp_path, monkeypatch)
 
 
 def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_behind(ran, out):
-    """What is there is this run's own beginning; a result is kept, and what another run began."""
+    """What is left is this run's own beginning. A result is kept, and so is what another run began."""
     ran(out, max_iters=2)
     for gone, seed, aside in (("result", 1337, 0), ("nothing", 1337, 1), ("result", 2, 2)):
         for path in (*out.glob("*.safetensors"), *out.glob(f"{gone}.json")):
@@ -291,7 +291,7 @@ def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_behind(ran, out
 
 
 def test_the_screen_shows_what_the_log_has(ran, tmp_path):
-    """On a terminal of 80 columns, where the bar of a run that continues is not at its beginning, as in a pipe."""
+    """On a terminal of 80 columns, where the bar of a resumed run does not start at 0, and in a pipe."""
     go = lambda name, **how: ran(tmp_path / name, dtype="bfloat16", max_iters=3, eval_tokens=64, resume="auto", **how)
     screen = io.StringIO()
     screen.isatty = lambda: True
@@ -309,8 +309,8 @@ def test_the_screen_shows_what_the_log_has(ran, tmp_path):
 
 
 def test_a_picture_is_drawn_at_times_and_never_worth_a_run(ran, out):
-    """A step takes a second, and every second one is evaluated: drawn are those after 4, 8 and 12. A run without one,
-    which may have been killed before it, gets it at the next start."""
+    """A step takes a second, and every second step is evaluated: pictures are drawn after 4, 8 and 12. A run that lacks
+    one, because it was killed, gets it at the next start."""
     now, fails = [0.0], mock.Mock(side_effect=ImportError("failed to map segment"))
 
     def tick(n, lm, loss):
@@ -339,7 +339,7 @@ def test_a_log_is_on_the_disk_before_the_checkpoint_that_it_leads_to(ran, out):
 
 
 def test_nothing_is_read_before_the_folder_is_locked(ran, out):
-    """Or a run that is about to save would be taken for one without a checkpoint, and moved aside."""
+    """Otherwise a run that is about to save would seem to have no checkpoint, and be moved aside."""
     candidates = checkpoint.candidates
 
     def look(folder):
@@ -370,7 +370,7 @@ def test_evaluations_do_not_change_training(whole, ran, out, changes):
 
 
 def test_micro_batches_change_the_order_of_additions_alone(whole, ran, out):
-    """Which AdamW's division makes larger."""
+    """AdamW's division makes the difference larger."""
     ran(out, micro_batch_size=5)
     np.testing.assert_allclose(losses(out), losses(whole), rtol=2e-5)
     np.testing.assert_allclose(losses(out, "grad_norm"), losses(whole, "grad_norm"), rtol=1e-3)
@@ -378,7 +378,7 @@ def test_micro_batches_change_the_order_of_additions_alone(whole, ran, out):
 
 
 def test_the_validation_loss_is_the_mean_over_its_tokens(data, monkeypatch):
-    """One window at a time, uneven batches, batches of one document; test_distributed.py has several ranks."""
+    """With one window at a time, uneven batches and batches of one document; test_distributed.py uses several ranks."""
     tokens = loader.TokenData(prepared.Tokens(data), 32, 384, 0)
     config = TrainConfig(**{**TINY, "model": "llama", "vocab_size": 256, "eval_tokens": 100})
     torch.manual_seed(0)
@@ -404,7 +404,8 @@ def test_the_validation_loss_is_the_mean_over_its_tokens(data, monkeypatch):
 
 
 def test_the_numbers_of_an_evaluation(data):
-    """Bits of a token of 3 bytes; at the end also the loss on the tokens of the evaluations before, if they differ."""
+    """Bits per byte with tokens of 3 bytes; at the end also the loss on the tokens of the earlier evaluations, if they
+    differ."""
     tokens = prepared.Tokens(data)
     tokens.bytes_per_token = 3.0
     config = TrainConfig(**{**TINY, "model": "llama", "vocab_size": 256, "eval_tokens": 64})
@@ -420,7 +421,7 @@ def test_the_numbers_of_an_evaluation(data):
 
 
 def test_gradients_are_clipped_to_their_norm_unless_it_is_0(ran, tmp_path):
-    """The norm in the log is that before."""
+    """The log has the norm before clipping."""
     for clip in (0, 1e6, 0.01):
         ran(tmp_path / f"{clip}", grad_clip=clip, max_iters=4)
     assert losses(tmp_path / "0") == losses(tmp_path / "1000000.0") != losses(tmp_path / "0.01")
@@ -428,7 +429,7 @@ def test_gradients_are_clipped_to_their_norm_unless_it_is_0(ran, tmp_path):
 
 
 def test_documents_are_packed(whole, ran, out, tmp_path):
-    """Words are documents here. The start compares the operators on documents too."""
+    """Here words are documents. The check at the start also compares the operators on documents."""
     changes = {"documents": "pack", "end_of_text": 32, "max_iters": 2, "self_check": "on", "recompute": "block"}
     said = ran(out, **changes).out
     assert "documents, whole sequences and states agree to " in said and losses(out)[0] != losses(whole)[0]
@@ -439,8 +440,8 @@ def test_documents_are_packed(whole, ran, out, tmp_path):
 # --------------------------------------------------------------------------------------------------------------- resume
 
 def test_stopping_and_continuing_changes_nothing(whole, ran, out, tmp_path):
-    """Of a hybrid with Muon: a stop in the step of an evaluation, with Slurm's warning, and one in the first step after
-    resuming, in a folder that was moved. Where a line is of seven steps, a stop leaves none of its own, the end one."""
+    """A hybrid with Muon is stopped in the step of an evaluation, by Slurm's warning, and in the first step after
+    resuming, in a folder that was moved. With a log line every seven steps, a stop adds none, but the end does."""
     changes = {"pattern": "longhorn,llama", "n_layer": 2, "optimizer": "muon", "log_interval": 7}
     ran(tmp_path / "undisturbed", **changes)
     last = ran(out, **changes, resume="auto", LM=stops_at(5, signal.SIGUSR1)).out.splitlines()[-1]
@@ -499,7 +500,7 @@ def damage(path):
 
 @pytest.mark.parametrize("act, words", [(damage, "skipped: {}: damaged"), (Path.unlink, "")])
 def test_a_damaged_checkpoint_is_passed_over(whole, ran, out, act, words):
-    """The run continues from the one before it, and the rest of the log goes."""
+    """The run continues from the previous one, and the later part of the log is dropped."""
     shutil.copytree(whole, out)
     newest = out / "checkpoint.safetensors"
     act(newest)
@@ -513,7 +514,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole, ran, out, act, words):
 @pytest.mark.parametrize("changes, stop", [({"schedule": "constant"}, 12), ({"schedule": "wsd", "decay_iters": 4}, 7),
                                            ({"schedule": "constant", "warmup_iters": -1, "max_iters": 80}, 1)], ids=str)
 def test_a_run_goes_on_longer(data, ran, out, tmp_path, changes, stop):
-    """Or ends earlier: bit for bit the run that was planned so from the start, with the same warmup."""
+    """Or ends earlier. It equals, bit for bit, a run planned so from the start with the same warmup."""
     plan = {"warmup_iters": 2, "eval_tokens": 64, **changes}
     longer = {**plan, "max_iters": stop + 4, "resume": "auto"}
     ran(tmp_path / "whole", **{**longer, "warmup_iters": 4 if stop == 1 else 2})
@@ -529,8 +530,8 @@ def test_a_run_goes_on_longer(data, ran, out, tmp_path, changes, stop):
 
 
 def test_a_branch_is_the_run_from_scratch(trunk, ran, tmp_path):
-    """Bit for bit, weights and log; one that is stopped on its way and ends after its trunk, too. One that is stopped
-    within its first step has saved where it began. An earlier run in the branch's folder stays whole."""
+    """Its weights and log are equal bit for bit, also if it is stopped on its way and ends after its trunk. A branch
+    stopped in its first step has saved where it began. An earlier run in its folder stays whole."""
     kept = ["best", "checkpoint-10", "checkpoint-4", "checkpoint-8", "checkpoint"]
     assert sorted(p.stem for p in trunk.glob("*.safetensors")) == sorted(kept)
     for step, end in ((4, 5), (10, 16)):
@@ -558,7 +559,7 @@ def test_steps_that_were_kept_stay_though_they_are_not_named_again(ran, out):
 
 
 def test_code_that_changed_while_the_run_was_down(whole, ran, out, monkeypatch):
-    """Said when the run continues, and kept in config.json; but for that, nothing changes."""
+    """A line says so when the run continues, and config.json keeps it; nothing else changes."""
     versions = lambda: record(out, "config")["code_versions"]
 
     def go_on(code, LM=LM):
@@ -582,8 +583,8 @@ def module_of(path):
 
 
 def test_the_identity_of_the_code(tmp_path, monkeypatch):
-    """By content of what a process imports, a user's file or a link to one too, and of the kernels. A README, a
-    package, a script beside it, pictures, reports and scores of tasks are not in it, imported or not."""
+    """It covers the content of what a process imports, even a user's own file or a link to one, and of the kernels. It
+    leaves out a README, a package, a script beside it, pictures, reports and scores of tasks, imported or not."""
     apart = ["README.md", ".venv/torch.py", "venv/lib/site-packages/torch.py", "sample.py", "runtime/loss_curve.py",
              "evaluation/tasks.py", "bench/scan.py", "experiments/recall/report.py", "experiments/vision/report.py"]
     inside = ["train.py", "my_loss.py", "mine/loss.py", "experiments/vision/classify.py", "experiments/recall/cell.py",
@@ -606,7 +607,7 @@ def test_the_identity_of_the_code(tmp_path, monkeypatch):
 
 
 def test_an_edit_while_a_run_starts_is_seen(tmp_path, monkeypatch, capsys):
-    """Imports, the build of the kernels and the check take seconds; the run has what was imported before."""
+    """Importing, building the kernels and checking take seconds; the run has the code that was imported before."""
     monkeypatch.setattr(records, "ROOT", tmp_path)
     monkeypatch.setattr(records, "files_at_start", {})
     (tmp_path / "kernels").mkdir()
@@ -649,7 +650,7 @@ assert not {"torch._dynamo", "sympy"} & sys.modules.keys()
 
 
 def test_what_a_run_loads_is_part_of_its_identity_or_leaves_no_trace(data, out):
-    """Of a hybrid with Muon. With torch._dynamo or sympy every start would take two seconds longer."""
+    """With a hybrid and Muon. If it loaded torch._dynamo or sympy, every start would take two seconds longer."""
     hybrid = arguments(data, out, max_iters=1, pattern="longhorn,gated_deltanet", n_layer=2, optimizer="muon",
                        self_check="on")
     said = subprocess.check_output([sys.executable, "-c", WATCHED, "train.py", *hybrid], cwd=ROOT, text=True)
@@ -687,7 +688,8 @@ def test_fine_tuning_begins_with_the_old_weights_and_nothing_else(whole, ran, ou
 
 
 def test_fine_tuning_that_is_stopped_continues_from_its_own_checkpoint(whole, ran, out, tmp_path):
-    """With the architecture of the old weights, which no setting gives: of its own checkpoint, once there is one."""
+    """No setting gives the architecture: it is the old weights', or that of the run's own checkpoint once there is
+    one."""
     source = shutil.copytree(whole, tmp_path / "source")
     said = ran(tmp_path / "undisturbed", BARE, init_from=source).out
     assert "; taken from it: " + ", ".join(f"{key}={value}" for key, value in TAKEN.items()) + ", vocab_size" in said
@@ -719,8 +721,8 @@ def test_ctrl_c_while_pytorch_is_imported(data, out, start):
 
 @pytest.mark.parametrize("call, done, buffers", [(8, 2, 0), (9, 3, 0), (2, 0, 0), (8, 3, 1)])
 def test_a_step_is_left_after_the_micro_batch_and_done_again(ran, out, tmp_path, capfd, call, done, buffers):
-    """Three micro-batches per step; the model draws random numbers in each. Nothing is saved of a first step. A model
-    with a buffer, which counts them, finishes its step."""
+    """Three micro-batches per step; the model draws random numbers in each. Nothing is saved before the first step is
+    done. A model with a buffer, which counts them, finishes its step."""
     def noisy(at=None):
         def act(n, lm, loss):
             if n == at:
@@ -765,7 +767,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(ran, out, how):
 
 
 def test_a_loss_that_stays_not_finite_ends_the_run(data, out):
-    """Weights of the last finite step are saved again in each skipped one, and give the same loss."""
+    """Each skipped step saves the weights of the last finite step again, and they give the same loss."""
     argv = arguments(data, out, checkpoint_interval=2, max_bad_steps=3)
     words = "3 times in a row", f"in {out} only checkpoints from before step 4 are good"
     refuse(argv, "stopped at step 7", *words, LM=poisoned(range(5, 99)))
@@ -793,7 +795,7 @@ def test_data_that_change_under_the_run(data, out, tmp_path, change, words):
 
 
 def test_large_data_that_changed_while_the_run_was_down(data, ran, out, tmp_path, monkeypatch):
-    """Content of a large file is not looked at whenever it is opened, but where its size or time is not the
+    """The content of a large file is not read whenever it is opened, only if its size or time differs from the
     checkpoint's."""
     monkeypatch.setattr(prepared, "FULL_CHECK_TOKENS", 100)
     folder = shutil.copytree(data, tmp_path / "data")
@@ -809,8 +811,8 @@ def test_large_data_that_changed_while_the_run_was_down(data, ran, out, tmp_path
 
 
 def test_a_damaged_line_costs_that_line(whole, ran, out):
-    """Of the log of a run that continues: all others stay, the old file too, and that is said; a torn last line is
-    none of the damage."""
+    """In the log of a resumed run all other lines stay, the old file is kept, and a line says so; a torn last line does
+    not count as damage."""
     ran(out, LM=stops_at(7))
     lines = (out / "log.jsonl").read_text().splitlines()
     text = "\n".join([*lines[:3], lines[3][:-5], "\0\x1c\u2028" + lines[4], "[1]", *lines[5:], '{"ev'])
@@ -827,7 +829,7 @@ def test_a_damaged_line_costs_that_line(whole, ran, out):
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_another_runs_log_is_seen(whole, trunk, ran, out, kept):
-    """Or none, at the next start, of a finished run too; and it is kept, if the run goes on."""
+    """Or a missing one, at the next start, even of a finished run; if the run goes on, the log is kept."""
     shutil.copytree(whole, out)
     (out / "log.jsonl").unlink()
     if kept:
@@ -841,7 +843,7 @@ def test_another_runs_log_is_seen(whole, trunk, ran, out, kept):
 
 @pytest.mark.parametrize("result", ["", "{", "another run's"])
 def test_a_result_that_is_lost_or_not_this_runs_is_made_again(whole, trunk, ran, out, result):
-    """Without a line in the log."""
+    """This adds no line to the log."""
     shutil.copytree(whole, out)
     (out / "result.json").unlink()
     if result:
@@ -940,7 +942,7 @@ def trunk(ran, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def places(data, ran, whole, trunk, tmp_path_factory):
-    """{name: folder} of what REFUSED is about."""
+    """{name: folder} of what REFUSED mentions."""
     class Places(dict):
         def __missing__(self, name):
             return root / name
@@ -1022,8 +1024,8 @@ def test_help_lists_every_key():
 
 
 def test_what_wandb_is_given(ran, tmp_path, monkeypatch):
-    """Only where it is wanted: the run under the name that is given, or its folder's, and the losses of the log. A run
-    that continues is the same there, a branch another."""
+    """Only if asked for: the run under its given name or its folder's, and the losses of the log. A resumed run keeps
+    its id, a branch gets another."""
     wandb = mock.Mock(summary={})
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     go = lambda name, **how: ran(tmp_path / name, max_iters=4, final_eval_tokens=64, **how)
@@ -1043,7 +1045,7 @@ def test_what_wandb_is_given(ran, tmp_path, monkeypatch):
 
 
 def test_eval_only_says_the_loss_of_the_weights_and_touches_nothing(whole, data, ran, out):
-    """Of this run's last checkpoint, or of those that init_from names."""
+    """The weights are this run's last checkpoint, or those that init_from names."""
     result = record(whole)
     content = sorted(path.name for path in whole.iterdir())
     for said in (ran(whole, BARE, eval_only="true", resume="auto"), ran(out, eval_only="true", init_from=whole)):
@@ -1069,7 +1071,7 @@ def test_weights_are_of_the_same_vocabulary_under_another_name(whole, out):
 
 
 def test_a_step_that_takes_minutes_on_a_cpu_is_said_before_it_begins(data, out):
-    """1.12e-11 s a FLOP and 3.9e-5 s a token on a core; a weight of a linear map costs 6 FLOPs a token."""
+    """1.12e-11 s per FLOP and 3.9e-5 s per token on a core; a weight of a linear map costs 6 FLOPs per token."""
     argv = arguments(data, out, n_layer=4, n_embd=512, batch_tokens=128000, self_check="on", model="llama")
     with mock.patch("inspection.self_check.self_check", side_effect=ConfigError("it begins")):
         said = run(argv)
@@ -1090,7 +1092,7 @@ def test_a_wandb_that_cannot_log_is_said_before_anything_is_moved(data, out, mon
 # ---------------------------------------------------------------- another model, other data, an evaluation of one's own
 
 class Line(torch.nn.Module):
-    """y = a x + noise, and what `train` needs of a model."""
+    """y = a x + noise, with what `train` needs of a model."""
 
     def __init__(self):
         super().__init__()
@@ -1112,8 +1114,8 @@ class Points:
 
 
 def test_anything_can_be_trained(out, tmp_path):
-    """The same loop, resume and records; an evaluation's metrics are logged, and it ends the run. Signals are the
-    caller's again."""
+    """With the same loop, resuming and records. An evaluation's metrics are logged, and it ends the run. Afterwards
+    signals belong to the caller again."""
     whole, asked, before = tmp_path / "whole", [], signal.getsignal(signal.SIGTERM)
     config = TrainConfig(out_dir=str(whole), max_iters=40, eval_interval=5, learning_rate=0.2, min_lr=0.2,
                          warmup_iters=0, micro_batch_size=3, dtype="float32", self_check="off", log_interval=1,

@@ -99,7 +99,7 @@ def test_the_papers_models_have_the_recipe_of_vision_mamba(size, changes):
 
 
 def test_flops():
-    """A ViT's are the matrix products that PyTorch counts; a second direction scans once more."""
+    """A ViT's equal the matrix products that PyTorch counts; a second direction adds one scan."""
     vit, x = Vision(small(model="vit")), torch.randn(1, 1, 8, 8)
     with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):  # whose products it sees
         vit(x)
@@ -110,7 +110,7 @@ def test_flops():
 
 
 def agree(mixer, u, y):
-    """Whether y is mixer(u), with every gradient of a random linear loss."""
+    """True if y is mixer(u), with every gradient of a random linear loss."""
     dy, leaves = torch.randn_like(y), [u, *mixer.parameters()]
     got, want = ((a.detach(), *torch.autograd.grad(a, leaves, dy)) for a in (mixer(u), y))
     assert all((a - b).norm() < 1e-12 * b.norm() for a, b in zip(got, want, strict=True))
@@ -203,7 +203,7 @@ def test_average_drop_path_and_smoothing():
 
 @pytest.fixture
 def shelf(tmp_path):
-    """A folder of images whose classes are shades: of 6 x 4 pixels or, in validation, 4 x 8."""
+    """A folder of images whose classes are shades: 6 x 4 pixels, or 4 x 8 in validation."""
     for part, size, n in (("train", (6, 4), 6), ("val", (4, 8), 2)):
         for shade, name in ((40, "dark"), (200, "light")):
             (tmp_path / part / name).mkdir(parents=True)
@@ -236,7 +236,7 @@ def test_a_folder_of_images(shelf):
 
 @pytest.mark.parametrize("most", [images.READ_WHOLE, 1000], ids=["whole", "pieces"])
 def test_images_are_known_by_their_content(shelf, monkeypatch, most):
-    """An image changed in place, as large as before and with its old time, is another dataset."""
+    """An image changed in place, with the same size and time, makes another dataset."""
     monkeypatch.setattr(images, "READ_WHOLE", most)
     path = shelf / "val/dark/0.bmp"
     Image.effect_noise((60, 60), 50).save(path)
@@ -309,7 +309,7 @@ def test_datasets_gives_what_the_folder_gives(shelf, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("kind", ("mixup", "cutmix"))
 def test_labels_are_mixed_as_the_pixels_are_and_else_not_touched(kind):
-    """kornia's: images of one shade each, so that the mean of what is mixed gives the shares."""
+    """With kornia, and images of one shade each, so that the mean of a mixed image gives the shares."""
     torch.manual_seed(0)
     augment, y = images.Augment(small(**{kind: 1.0}), 10), torch.arange(10)
     shades = torch.linspace(0, 1, 10)
@@ -347,7 +347,7 @@ def test_a_wrong_setting_gets_one_line(shelf, tmp_path, monkeypatch, line, words
 
 
 def test_a_damaged_folder_of_images_gets_one_line(shelf, tmp_path):
-    """Each mistake is seen before the one above it."""
+    """Each mistake is found before the one above it."""
     argv, short = arguments(tmp_path / "out", dataset=shelf, channels=3, batch_images=4), shelf / "train/light/3.png"
     short.write_bytes(short.read_bytes()[:50])
     refuse(argv, "train/light/3.png")
