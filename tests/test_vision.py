@@ -403,7 +403,7 @@ def test_fine_tuning_begins_with_the_old_weights_and_an_average_of_them(whole, t
 
 def test_records_go_to_a_folder_named_after_the_model_and_its_directions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    how = {**SMALL, "max_iters": 1, "image_size": 8, "patch_size": 2, "channels": 1, "self_check": "off"}
+    how = {**SMALL, "max_iters": 1, "image_size": 16, "channels": 1}
     succeed([f"--{key}={value}" for key, value in how.items()] + ["--directions=shared"])
     assert os.listdir("out") == ["vil_shared"]
 
