@@ -9,6 +9,7 @@ writing to it in a constructor is refused, since it would be lost. An nn.Linear 
 its values.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 import torch.nn as nn
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+COUNT = itertools.count()
 
 
 def linear(n_in, n_out, start=None, bias=None, parts=None):
@@ -38,16 +40,18 @@ def parameter(*shape, start):
 
 
 def to_draw(p, start):
-    """Returns p, which `start` will fill in `draw`; until then it is NaN."""
-    bits, of_nan = bits_of(p)
-    bits.fill_(of_nan)
+    """The parameter p, which is NaN until `draw`: its bits are its own, and change with any arithmetic, even
+    p.data.mul_(0.5)."""
+    steps = 0.25 / torch.finfo(p.dtype).eps
+    p.undrawn = int(next(COUNT) % steps - 3 * steps)
+    bits_of(p).fill_(p.undrawn)
     p.start = start
     return p
 
 
 def bits_of(p):
-    """(a view of p as integers, the bits of a NaN that any arithmetic changes, even p.data.mul_(0.5))."""
-    return p.data.view(INTEGERS[p.element_size()]), int(-0.75 / torch.finfo(p.dtype).eps)
+    """A view of p as integers."""
+    return p.data.view(INTEGERS[p.element_size()])
 
 
 def seed_device(tensor, seed):
@@ -66,8 +70,7 @@ def draw(model, seed):
     for name, p in model.named_parameters():
         start = getattr(p, "start", None)
         if start is not None:
-            bits, of_nan = bits_of(p)
-            if (bits != of_nan).any():
+            if (bits_of(p) != p.undrawn).any():
                 raise ValueError(f"{place(model, name)} has been written to, and has a start that is drawn afterwards: "
                                  "write start=..., or drop one of the two")
             stream = int(np.random.SeedSequence([seed.item(), *name.encode()]).generate_state(1)[0])

@@ -500,6 +500,7 @@ WRITES = {  # what a constructor does: the parameter that it writes to
     "out_proj.weight": lambda m: nn.init.zeros_(m.out_proj.weight),
     "gate.bias": lambda m: m.gate.bias.data[3:].fill_(-2.0),
     "gate.weight": lambda m: m.gate.weight.data.mul_(0.5),
+    "v.weight": lambda m: m.v.weight.data.copy_(m.gate.weight),
     "forget2.bias": lambda m: setattr(m.forget2.bias, "data", torch.zeros(16)),
 }
 
