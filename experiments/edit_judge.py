@@ -1,66 +1,67 @@
 """Is a run's loss the plain cross-entropy of a model that reads only earlier tokens? edit.py runs this at the top of a
-snapshot, with its model and weights, on real windows. Prints one line of JSON, all in nats per token.
+snapshot, with its model and weights, on the run's windows. Prints one line of JSON, all in nats per token.
 
     python experiments/edit_judge.py RUN CONFIG [--key=value ...]
 
-    reported, plain    the run's loss on the first documents, and the cross-entropy of the model's logits there
-    beside, alone      the loss of one token per window: all windows read together; one by one, the last first, with
-                       other tokens after it
+    reported, plain    the run's loss, and the cross-entropy of the model's logits
+    beside, alone      the loss of one token in each of the first windows: all windows read together; before anything
+                       else, one by one, the last first, with other tokens after it
 """
 
 import json
 import os
 import sys
 from pathlib import Path
-from statistics import fmean
 
 sys.path[0] = os.getcwd()  # the snapshot's modules, not those beside this file
 
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
+from torch.nn.functional import cross_entropy  # noqa: E402
+
+from data import loader, mixture, prepared  # noqa: E402
+
+for name in [name for name in sys.modules if name.partition(".")[0] == "data"]:
+    del sys.modules[name]  # the version imports its own, and may change them
 
 import configurator  # noqa: E402
 import train  # noqa: E402
-from evaluation.validation import Evaluate, by_document  # noqa: E402
 from runtime import checkpoint, distributed  # noqa: E402
 
-TOKENS, ROWS = 2**16, 64  # tokens of the first documents; windows
+ROWS = 64  # windows at once
 
 
 def main(folder, argv):
     config = configurator.load(train.TrainConfig, argv)
     device = distributed.open_device(config)
-    data = train.open_data(config, device)
+    train.open_data(config, device)  # fills in the vocabulary
+    tokens = prepared.Tokens(prepared.find_dataset(mixture.parse_mixture(config.dataset)[0][0]))
+    data = loader.TokenData(tokens, config.block_size, config.batch_tokens, config.seed, device)
+    windows = loader.eval_windows(len(tokens.val), config.eval_block_size or config.block_size,
+                                  config.final_eval_tokens)
     config.dtype = str(distributed.pick_dtype(config.dtype, device)).removeprefix("torch.")
     model = train.build_model(config, device)
     _, weights, _, _ = checkpoint.load_first(checkpoint.candidates(folder), weights=True)
     model.load_state_dict(weights)
-    forward = model.forward
+    model.eval()
 
+    @torch.no_grad()
     def of_tokens(x, y):
         """(B, T), the loss of each token."""
-        logits = forward(x)[0].float()  # (B, T, vocab_size)
-        return F.cross_entropy(logits.transpose(1, 2), y, ignore_index=-1, reduction="none")
+        with distributed.autocast(config, device):
+            logits = model(x)[0].float()  # (B, T, vocab_size)
+        return cross_entropy(logits.transpose(1, 2), y, reduction="none").double()
 
-    model.forward = lambda x, y, loss_only: (None, of_tokens(x, y).sum() / (y != -1).sum())
-    judge = Evaluate(config, data)
-    documents = by_document(judge.final_windows, data)
-    ends = np.cumsum([windows[:, 1].sum() for windows in documents])
-    plain, _, counts = judge.loss(model, documents[:np.searchsorted(ends, TOKENS) + 1])
-    losses = json.loads((folder / "result.json").read_text())["val_document_losses"]
-    reported = np.average(losses[:len(counts)], weights=counts)
-    x, y = next(data.eval_batches(judge.final_windows, 0, 1, ROWS))
-    model.eval()
-    with torch.no_grad(), distributed.autocast(config, device):
-        together = of_tokens(x, y)
-        beside, alone = [], []
-        for row in reversed(range(len(x))):
-            end = x.shape[1] * (len(x) + row) // (2 * len(x))  # in the second half, a different place for each window
-            other = torch.cat([x[row, :end], x[row, end:].flip(0)])
-            beside.append(together[row, end - 1].item())
-            alone.append(of_tokens(other[None], y[row:row + 1])[0, end - 1].item())
-    print(json.dumps({"reported": reported, "plain": plain, "beside": fmean(beside), "alone": fmean(alone)}))
+    x, y = next(data.eval_batches(windows, 0, 1, ROWS))
+    rows = torch.arange(len(x))
+    ends = x.shape[1] * (len(x) + rows) // (2 * len(x))  # in the second half, a different place for each window
+    alone = torch.zeros(len(x))
+    for row, end in reversed([*enumerate(ends.tolist())]):
+        other = torch.cat([x[row, :end], x[row - 1, end:].flip(0)])
+        alone[row] = of_tokens(other[None], y[row:row + 1])[0, end - 1]
+    losses = [of_tokens(*batch) for batch in data.eval_batches(windows, 0, 1, ROWS)]
+    print(json.dumps({"reported": json.loads((folder / "result.json").read_text())["val_loss"],
+                      "plain": torch.cat([loss.flatten() for loss in losses]).mean().item(),
+                      "beside": losses[0][rows, ends - 1].mean().item(), "alone": alone.mean().item()}))
 
 
 if __name__ == "__main__":

@@ -15,14 +15,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import TINY, arguments, copied_tree, record, run_python, succeed
+from helpers import TINY, arguments, copied_tree, record, succeed
 from scipy import stats
 
 from common.files import write_text
 from experiments import compare, edit, edit_probe, edit_simulation, figures
 from experiments.sweeps import engines
 from runtime import records as runtime_records
-from runtime.records import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAW = figures.draw
@@ -46,13 +45,13 @@ STAND_IN = textwrap.dedent("""
         (out / "config.json").write_text('{"config": {"max_bad_steps": 1}}')
         (out / "log.jsonl").write_text('{"event": "%s", "step": 4}' % ("skipped" * ("finite" in model.FAILS)))
         sys.exit("train.py: error: " + model.FAILS)
-    loss = 2 + 0.4 * (steps / 16) ** -0.49 + random.Random(seed).gauss(0, 0.01) + model.SHIFT
+    loss = 2 + 0.4 * (steps / 16) ** -0.49 + random.Random(seed * model.VARIES).gauss(0, 0.01) + model.SHIFT
     loss += random.Random(f"{seed} {model.SEED} {steps}").gauss(0, model.NOISE)
-    config = {"model": "longhorn", "vocab_size": 256, "block_size": 16, "batch_tokens": 64, "max_iters": steps,
+    config = {"model": "longhorn", "vocab_size": 256, "block_size": 16, "batch_tokens": model.BATCH, "max_iters": steps,
               "seed": seed, "learning_rate": float(given["learning_rate"]), "out_dir": str(out)}
     result = {"model": "longhorn", "val_loss": loss, "val_tokens": 100, "val_document_tokens": [60, 40],
               "val_document_losses": [loss, loss], "seconds": 1.0, "flops": 1.0, "parameters": 10, "processes": 1,
-              "tokens": steps * 64, "tokens_per_second": (100 + seed) / model.SLOW,
+              "tokens": steps * model.BATCH, "tokens_per_second": (100 + seed) / model.SLOW,
               "seed": seed, "code": "v2" + model.SEED, "steps": steps,
               "device_name": "cpu", "dtype": model.DTYPE}
     events = [{"event": "train", "step": s, "tokens": 64 * s, "train_loss": loss} for s in range(1, steps + 1)]
@@ -81,7 +80,7 @@ import model
 print(json.dumps({"reported": 2.0, "plain": 2.0 + model.ADDS, "beside": 3.0, "alone": 3.0 + model.PEEKS}))
 """
 MODEL = {"SHIFT": 0.0, "NOISE": 0.001, "SEED": "a", "DIES": False, "EDITS": "", "FAILS": "", "DATA": "d", "MORE": 0,
-         "WINDOW": 16, "DTYPE": "float32", "SLOW": 1.0, "ADDS": 0.0, "PEEKS": 0.0}
+         "WINDOW": 16, "DTYPE": "float32", "SLOW": 1.0, "ADDS": 0.0, "PEEKS": 0.0, "BATCH": 64, "VARIES": 1}
 
 
 @pytest.fixture
@@ -230,6 +229,7 @@ def test_the_record_is_of_this_decision_and_shows_what_is_claimed():
     ({"SEED": "b", "NOISE": 0.0002}, [], 3, "edit: no difference of more than 2.0%: needs "),
     ({"SEED": "b", "NOISE": 0.1}, ["--pairs=5"], 4, "edit: undecided after 0 minutes: needs "),
     ({}, [], 3, "edit: identical runs: the edit changes no bit"),
+    ({"SHIFT": -4e-5}, ["--pairs=6"], 3, "edit: identical runs: the edit changes no bit, or only how losses"),
     ({"FAILS": "step 3: loss or gradient not finite", "SEED": "b"}, [], 1, "edit: worse: it diverges with seed "),
 ])
 def test_exit_codes_and_sentences(repo, run, changes, argv, code, words):
@@ -246,8 +246,9 @@ def test_exit_codes_and_sentences(repo, run, changes, argv, code, words):
         times, low, high = of_size["interval"]
         assert times == pytest.approx((1 + changes.get("SHIFT", 0) / 0.4) ** (1 / 0.49), rel=0.02)
         assert (low < 1 < high, low > 1, high < 1) == (code == 3, code == 1, code == 0)
-        assert (f"a token takes 1.25 (1.25 .. 1.25) times HEAD's seconds, HEAD's loss {1.25 * times:.2f} " in said) == (
-            "SLOW" in changes)
+        assert of_size["over_texts"][0] <= low < high <= of_size["over_texts"][1]
+        slower = [f"1.25 (1.25 .. 1.25) times HEAD's seconds, HEAD's loss {1.25 * times:.2f}"] * ("SLOW" in changes)
+        assert re.findall(r"a token takes (.* loss \S+) ", said) == slower
     more = changes.get("MORE")
     assert ("parameters 15, HEAD 10: better per token is not better per second" in said) == bool(more)
     assert ("33.3% of the edit's parameters start from other values" in said) == bool(more)
@@ -261,7 +262,9 @@ REFUSED = [  # model.py of the edit, arguments, words of the line
     (f"{written()}\n{CHANGES_ITSELF}", [], "the edit was edited while "),
     (written(DATA="other"), [], "train data of the edit: other, where earlier runs have d"),
     (written(DTYPE="bfloat16"), [], "dtype of the edit: bfloat16, where earlier runs have float32"),
-    (written(ADDS=0.0006), [], "its loss is 2.0000 nats, and the cross-entropy of its logits 2.0006"),
+    (written(BATCH=128), [], "batch_tokens of the edit: 128, where earlier runs have 64"),
+    (written(VARIES=0, NOISE=0.0), [], "the edit trains alike with seeds 1 and 2: let what "),
+    (written(ADDS=0.00006), [], "its loss is 2.00000 nats, and the cross-entropy of its logits 2.00006"),
     (written(PEEKS=-0.5), [], "its loss is 2.5000 nats instead of 3.0000"),
     (written(WINDOW=32), [], "eval_block_size is 16 in HEAD and 32 in the edit: give one for both"),
     (written(SEED="b"), ["/config/x.py"], "/config/x.py is not in "),
@@ -296,17 +299,22 @@ def test_the_probe_counts_the_vocabulary_of_the_data(tmp_path, monkeypatch, caps
     assert edit.data_path(f"{tmp_path / 'mine'}:0.8,other:0.2") == f"{tmp_path / 'mine'}:0.8,{ROOT / 'data/other'}:0.2"
 
 
-def test_the_judge_reads_all_of_a_few_short_documents(tmp_path, data):
+PATCHES = "\n\nimport data.loader\n\ndata.loader.eval_windows = F.cross_entropy = lambda *args, **how: 1 / 0\n"
+READS = {"earlier tokens": "", "a bag of the row": " + F.one_hot(idx, 256).sum(1, True)",
+         "windows before": " * self.__dict__.setdefault('read', itertools.count(1)).__next__()"}
+
+
+@pytest.mark.parametrize("what", READS)
+def test_the_judge_reads_all_windows_and_whatever_a_version_changes(tmp_path, data, what):
+    """On import the version spoils the loader and the loss."""
     argv = arguments(data, tmp_path / "run", max_iters=1, backend="torch")
     succeed(argv)
-    result = record(tmp_path / "run")
-    losses, tokens = result["val_document_losses"], result["val_document_tokens"]
-    losses[-1] += 1  # a mistake in the last document alone
-    write_json(tmp_path / "run/result.json", result)
-    said = run_python("experiments/edit_judge.py", tmp_path / "run", *argv)
-    nats = json.loads(said.stdout)
-    assert nats["reported"] - nats["plain"] == pytest.approx(tokens[-1] / sum(tokens), abs=1e-4)
-    promised = "logits to {float32} nats ({bfloat16} in 16 bits)".format(**edit.ALIKE)
+    line = "F.linear(h, head.weight)"
+    tree = copied_tree(tmp_path / "tree", model=lambda text: text.replace(line, line + READS[what]) + PATCHES)
+    nats = edit.ask(ROOT / "experiments/edit_judge.py", what, tree, tmp_path / "run", *argv)
+    for one, other in ("reported", "plain"), ("beside", "alone"):
+        assert (nats[one] == pytest.approx(nats[other], abs=1e-6)) == (what == "earlier tokens")
+    promised = "To {float32} nats ({bfloat16} in 16 bits) it must not".format(**edit.ALIKE)
     assert promised in (ROOT / "docs/experiments.md").read_text()
 
 
@@ -344,7 +352,8 @@ def test_what_training_does_not_load_is_no_edit_and_what_links_lead_to_is(repo, 
         (repo / name).write_text("x")
     code = repo / "out" / "code"
     (code / "tmp-killed" / "model.py").mkdir(parents=True)
-    assert run()[0] == 2 and not [*code.glob("tmp-*")]
+    for argv in ["--against=nowhere"], []:
+        assert run(*argv)[0] == 2 and not [*code.glob("tmp-*")]
     change(repo, SHIFT=0.5, SEED="b")
     code_of = {}
     for again in (1, 2):
