@@ -355,6 +355,7 @@ def test_a_chosen_layout_can_be_launched(update, room):
             assert N <= P * L < max(2 * N, 9)
             taken = launch.backward_bytes(update, P, L) + 1024
             assert taken * (2 if N <= 16 else 1) <= room
+            assert launch.blocks_at_once(update, (P, L), 3 * taken - 1) == 2
 
 
 @pytest.mark.parametrize("name", CUDA_COMPILERS)
@@ -422,7 +423,7 @@ def test_what_is_prepared_for_a_gpu(prepare):
     assert prepare(2, 32768, 1536) == (12, 16, 16, 2048)  # 3 * 132 // 24 segments of whole chunks
     assert prepare(8, 4096, 1536)[:2] == (24, 1)  # the backward has 12 and 4
     for whole in (dict(gated=False), dict(rows=2), dict(update="exact")):
-        assert prepare(2, 32768, 1536, **whole)[1:3] == (1, 1)
+        assert prepare(2, 32768, 1536, **whole)[:3] == (24, 1, 1)
     assert prepare(2, 32768 - 1, 1536)[1] == prepare(2, 32768, 1536 - 8)[1] == 1
     assert prepare(4, 130, 300, None, W=4) == (2, 3, 4, None)
 
@@ -499,11 +500,13 @@ def test_once_split_T_fills_the_gpu(update):
         assert forward == (segments if blocks <= 0.6 * gpu[0] else 1)
         if segments > 1:
             assert least * gpu[0] - blocks < blocks * segments <= least * gpu[0]
+    states = [launch.cuda_shape(update, 64, 1024, 1536, N, *RTX)[0] for N in (32, 64)]
+    assert states == [8 if update == "mamba" else 4, 8]  # four where two blocks then fit
 
 
 def test_the_choice_to_split_can_be_tuned(prepare, monkeypatch):
-    monkeypatch.setenv("LONGHORN_CUDA_DEFINES", "SPLIT_BELOW=2 FILL=4 STAGES=4")
-    assert prepare(16, 4096, 1536)[1] == 2  # 1 without
+    monkeypatch.setenv("LONGHORN_CUDA_DEFINES", "SPLIT_BELOW=2 FILL=6 STAGES=4")
+    assert prepare(16, 4096, 1536)[1] == 4  # 1 without, 2 with another FILL
     assert cuda.defines("longhorn", BF16, *PAIRS)[-1] == "-DSTAGES=4"  # the compiler gets only its own settings
 
 

@@ -472,8 +472,9 @@ def test_adopt_nanogpts_characters(tmp_path):
         (folder / "meta.pkl").write_bytes(pickle.dumps({"stoi": rows, "vocab_size": 3}))
         if first:
             rejected(lambda: adopt(folder), "stoi does not number characters from 0")
-    np.save(folder / "val.npy", [[2, 1, 2, 0]])
-    rejected(lambda: adopt(folder), "val.npy is not a row of integers (it has shape (1, 4)")
+    for rows, words in ([[2, 1, 2, 0]], "(1, 4) and int64"), ([2.0, 1.0], "(2,) and float64"):
+        np.save(folder / "val.npy", rows)
+        rejected(lambda: adopt(folder), f"val.npy is not a row of integers (it has shape {words}")
     np.save(folder / "val.npy", [2, 1, 2, 0])
     rejected(lambda: Tokens(folder), "not prepared", f"python data/adopt.py {folder}")
     tokens = adopt(folder, tokenizer="chars")

@@ -395,6 +395,10 @@ def test_multipliers_that_cannot_be_told():
     late = curve_of(lambda tokens: power_law(min(tokens, 2**20)) + (tokens > 2**20), [2**18, 2**19, 2**20, 2**21])
     assert compare.multiplier(d, late, late).value < 0.5  # overfits only beyond this budget
     assert compare.multiplier(exactly(-50.0), a, a) is None
+    for errors in 1.9, 2.1:
+        falls = {s: np.full(9, errors / 3**0.5 + s) for s in (-1, 0, 1)}
+        same = trained({2**19: falls, 2**20: dict.fromkeys(falls, np.zeros(9))}, np.ones(9))
+        assert compare.Curve(same, 2**20, [same]).known == (errors > 2)
 
 
 def test_the_error_of_a_curve_is_in_the_multiplier():
