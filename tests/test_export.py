@@ -581,7 +581,8 @@ def test_check_sees_what_is_no_longer_what_was_exported(family, leave, tmp_path)
         refused(run(check=to), words)
     (to / "README.md").write_text("mine")
     (to / "config.json").write_text(json.dumps(json.loads(text), indent=1))
-    assert "logits agree to 0e+00 with those at the export" in run(check=to).out
+    apart = re.search("logits agree to (.*) with those at the export", run(check=to).out)[1]
+    assert float(apart) <= 1e-6  # not 0: a CPU's products may depend on where the memory begins
 
 
 def test_the_model_card(tmp_path):
