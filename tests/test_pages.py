@@ -4,7 +4,7 @@ import re
 import runpy
 import shlex
 import sys
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT
@@ -41,7 +41,7 @@ def test_a_printed_command_is_taken(command, monkeypatch):
 
     script, *argv = shlex.split(command.replace("average_laptop", "longhorn_laptop"))  # the page has it written
     monkeypatch.chdir(ROOT)
-    monkeypatch.setitem(sys.modules, "common.start", ModuleType("start"))  # it would change this process's signals
+    monkeypatch.setitem(sys.modules, "common.start", SimpleNamespace(imported=int))  # it changes signals
     monkeypatch.setattr(sys, "argv", [script, *argv])
     for name in ("load", "read"):
         monkeypatch.setattr(configurator, name, stop(getattr(configurator, name)))
