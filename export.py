@@ -175,8 +175,6 @@ def filled(config, tensors, kind):
         there = tuple(tensors[name].shape) if name in tensors else "missing"
         if there != tuple(t.shape):
             raise ConfigError(f"the tensor {name} is {there}, and {tuple(t.shape)} in our {kind} with this config.json")
-        if t.is_floating_point() and not tensors[name].is_floating_point():
-            raise ConfigError(f"the tensor {name} is {tensors[name].dtype}: no quantised weights are supported")
     if kind not in ARCHITECTURES and (more := tensors.keys() - expected.keys()):
         raise ConfigError(f"the tensor {min(more)} does not exist in our model")
     weights = {}
@@ -418,8 +416,8 @@ def load(folder):
     """The LM, in evaluation mode, from a folder that export.py or transformers wrote. Raises ConfigError."""
     folder = Path(folder)
     config = config_of(folder)
-    files = weight_files(folder)
     try:
+        files = weight_files(folder)
         recorded = as_recorded(folder, config, ["config.json"])
         if config.get("model_type") != OURS:
             return beside_theirs(folder)
@@ -445,17 +443,18 @@ def beside_theirs(folder):
         tensors = dict(model.named_parameters())
         kind = next((kind for kind, name in EMBEDDINGS.items() if name in tensors), None)
         reasons = reasons_against(there, theirs_sizes(there, kind), tensors, kind) if kind else []
+        more = beyond(there, model, kind) if kind else []
     except Exception as error:  # transformers raises a dozen kinds
         raise ConfigError(f"config.json describes no valid model: {' '.join(str(error).split())[:200]}") from None
     if not kind:
         raise ConfigError(f"model_type {there.model_type!r} has the tensor {min(tensors)}, and only LLaMA's names "
                           f"({EMBEDDINGS['llama']}, ...) and Mamba's are known")
     if reasons:
-        raise ConfigError(f"our {kind} cannot express {'; '.join(reasons)}")
+        raise ConfigError(f"our {kind} cannot express {'; '.join([*reasons, *more])}")
     theirs = in_transformers(folder, kind)
     lm = filled(theirs_sizes(there, kind), theirs.state_dict(), kind)
     ours = logits_of(lm)
-    compare(logits_from(theirs, len(ours)), ours, kind)
+    compare(logits_from(theirs, len(ours)), ours, kind, more)
     return lm
 
 
@@ -496,25 +495,44 @@ def reasons_against(there, sizes, tensors, kind):
     return reasons
 
 
+def beyond(there, model, kind):
+    """What else transformers' model has that its LLaMA or Mamba has not, in words: factors of its config, and modules
+    with other code. There may be harmless ones: they say why logits differ, not that they do."""
+    plain = getattr(quiet_transformers(), ARCHITECTURES[kind])
+    usual = plain.config_class().to_dict()
+    more = [f"{key}={value}" for key, value in there.to_dict().items() if key not in usual and isinstance(value, float)]
+    prefixes = [cls.__name__.removesuffix("ForCausalLM") for cls in (type(model), plain)]
+    leaves = {type(module) for module in model.modules() if not any(module.children())}
+    for cls in sorted(leaves, key=str):
+        alike = getattr(sys.modules[plain.__module__], cls.__name__.replace(*prefixes), torch.nn.Module)
+        if cls.__module__ == type(model).__module__ and cls.forward.__code__.co_code != alike.forward.__code__.co_code:
+            more.append(f"the module {cls.__name__}")
+    return more
+
+
 def weight_files(folder):
-    """The files of a folder's weights. Raises ConfigError if there are none."""
-    if (folder / "model.safetensors").exists():
-        return [folder / "model.safetensors"]
-    files = sorted(folder.glob("model-*.safetensors"))
+    """The files of a folder's weights. Raises ConfigError if there are none, or one is damaged or quantised."""
+    files = sorted(folder.glob("model[.-]*safetensors"))
     if not files:
         raise ConfigError(f"{folder}/model.safetensors: there are no weights to read (a pickle such as "
-                          "pytorch_model.bin could run code and is not opened: save it as safetensors first)")
+                          "pytorch_model.bin could run code and is not opened: transformers' from_pretrained(..) and "
+                          "save_pretrained(..) make safetensors of it)")
+    for path in files:
+        try:
+            with safetensors.safe_open(regular(path), "pt") as file:
+                for name in file.keys():
+                    if name.endswith("weight") and "F" not in (kind := file.get_slice(name).get_dtype()):
+                        raise ConfigError(f"{path}: the tensor {name} is {kind}: no quantised weights are supported")
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ConfigError(f"{path}: not readable as safetensors: {error}: fetch it again") from None
     return files
 
 
 def tensors_in(files):
-    """{our name: tensor} from files of weights; tensors may be memory-mapped. Raises ConfigError."""
+    """{our name: tensor} from files of weights; tensors may be memory-mapped."""
     tensors = {}
     for path in files:
-        try:
-            tensors |= safetensors.torch.load_file(regular(path))
-        except (OSError, safetensors.SafetensorError) as error:
-            raise ConfigError(f"{path}: not readable as safetensors: {error}") from None
+        tensors |= safetensors.torch.load_file(path)
     if all(name.startswith("model.") for name in tensors):  # transformers' prefix when it saves
         return {name.removeprefix("model."): t for name, t in tensors.items()}
     return tensors
@@ -613,12 +631,13 @@ def logits_from(model, n):
     return model(random_tokens(model.config.vocab_size, n)).logits[0].float()
 
 
-def compare(expected, logits, kind):
-    """The largest difference over the largest expected value. Raises Unlike."""
+def compare(expected, logits, kind, why=()):
+    """The largest difference over the largest expected value. Raises Unlike, with what may be why."""
     most = TOLERANCE["transformers" if kind in ARCHITECTURES else OURS]
     difference = float((logits - expected).abs().max() / expected.abs().max())
     if not difference <= most:  # nan, too
-        raise Unlike(f"its logits differ by {difference:.0e} of the largest, and rounding by at most {most:.0e}")
+        differ = f"its logits differ by {difference:.0e} of the largest, and rounding by at most {most:.0e}"
+        raise Unlike("; ".join([differ, *why]))
     return difference
 
 

@@ -115,6 +115,9 @@ Mistral                         mistral  {"num_key_value_heads": 1, "sliding_win
 Mamba                           mamba    {"expand": 3}
 Mamba, an odd number of layers  mamba    {"num_hidden_layers": 3}
 Mamba-2                         mamba2   {}
+FalconMamba                     falcon_mamba   {}
+Gemma                           gemma    {"num_key_value_heads": 1, "head_dim": 16}
+OLMo                            olmo     {}
 RWKV-4                          rwkv     {}
 GPT-2                           gpt2     {"n_head": 3}
 """
@@ -277,7 +280,7 @@ def test_quantised_weights_are_refused(tmp_path):
     config, tensors = to_hf(tiny())
     tensors["embed.weight"] = tensors["embed.weight"].to(torch.int8)
     quantised = folder_of(tmp_path / "int8", config, tensors)
-    refused(run(from_hf=quantised, out_dir=tmp_path / "out"), "embed.weight", "torch.int8")
+    refused(run(from_hf=quantised, out_dir=tmp_path / "out"), "model.safetensors: the tensor embed.weight is I8")
 
 
 def test_nothing_is_overwritten_unasked(tmp_path, monkeypatch):
