@@ -174,6 +174,7 @@ class Reader:
         self.values = {name: setting.default for name, setting in self.settings.items()}
         self.overrides = {}
         self.mistakes = []  # see old_names.check
+        self.hint = ""  # behind them
         self.needed = [key for key, value in self.values.items() if value is dataclasses.MISSING]
         more = getattr(config_class, "ARGUMENTS", ())
         self.places = [*self.needed, *more]  # fields given without a key
@@ -258,7 +259,8 @@ class Reader:
         if row and not os.path.exists(path):
             raise ConfigError(f"{path}: {row}")
         if not path.endswith(".py"):
-            near = _near(path) or ": give config files (*.py) and --key=value; --help lists all keys"
+            near = _near(path) or old_names.nearest(path.partition("=")[0].strip("-"), self.settings, "--")
+            near = near or ": give config files (*.py) and --key=value; --help lists all keys"
             raise ConfigError(f"unexpected argument {path!r}{near}")
         assigned = _run_file(path, self.values)
         program = getattr(self.config_class, "PROGRAMS", {}).get(str(assigned.get("task")))

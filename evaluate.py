@@ -16,7 +16,7 @@ evaluation/harness.py explains how contexts and texts are read.
 """
 
 if __name__ == "__main__":
-    import common.start  # noqa: F401  # before PyTorch
+    from common import start  # before PyTorch
 
 import json
 import os
@@ -28,6 +28,7 @@ from typing import Literal
 
 import configurator
 import sample
+from common import old_names
 from common.errors import ConfigError
 from configurator import Count, Minutes, Whole
 from data.tokenizer import Text, canonical
@@ -52,6 +53,8 @@ class EvaluateConfig:
     tokenizer: str = ""  # bytes, tiktoken:NAME or hf:NAME, if an imported model's checkpoint names none
     vocab: str = ""  # folder with a tiktoken vocabulary's files, to need no network
     timeout_minutes: Minutes = 60.0  # how long processes wait for each other
+
+    RENAMED = old_names.EVALUATE
 
 
 def tokenizer_of(meta, config):
@@ -124,5 +127,6 @@ def write(path, record):
 
 
 if __name__ == "__main__":
+    start.imported()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.exit(launch("evaluate.py", main))

@@ -21,6 +21,8 @@ import configurator
 from common import errors
 from common.errors import ConfigError
 from configurator import load
+from data.tokens.prepare import Options
+from evaluate import EvaluateConfig
 from sample import SampleConfig
 from train import TrainConfig
 
@@ -103,7 +105,7 @@ def test_command_line_value(monkeypatch, argument, expected):
 
 # An argument, or what a config file says; how the line begins, {} for the name of the file.
 MISTAKES = """
---learning_rte=3             unknown key '--learning_rte': did you mean '--learning_rate'? --help lists all keys
+--learning_rte=3             unknown key '--learning_rte': did you mean '--learning_rate'?
 --batch_size=3               unknown key '--batch_size': type --batch_tokens=3
 --RENAMED=3                  unknown key '--RENAMED'; --help lists all keys
 --qqq=3                      unknown key '--qqq'; --help lists all keys
@@ -123,10 +125,11 @@ batch
 config/longhron_120m.py      config/longhron_120m.py: No such file or directory: did you mean 'config/longhorn_120m.py'?
 no/such.py                   no/such.py: No such file or directory
 config/pipe.py               config/pipe.py: not a regular file
-learning_rte = 3             {}: unknown key 'learning_rte': did you mean 'learning_rate'? --help lists all keys
+n_layer=4                    unexpected argument 'n_layer=4': did you mean '--n_layer'?
+learning_rte = 3             {}: unknown key 'learning_rte': did you mean 'learning_rate'?
 batch_size = 3               {}: unknown key 'batch_size': type batch_tokens = 3
 qqq = 3
-             {}: unknown key 'qqq'; --help lists all keys; a helper's name starts with _; unknown key '--a'
+             {}: unknown key 'qqq'; unknown key '--a'; --help lists all keys
 n_layer = True               {}: n_layer = True: expected a whole number (int)
 dropout = '0.1'              {}: dropout = '0.1': expected a finite number (float)
 compile = 1                  {}: compile = 1: expected true or false (bool)
@@ -228,10 +231,15 @@ train.py --optim=adamw_torch  type --optimizer=adamw
 train.py --resume             type --resume=must
 train.py --resume=results/h200   type --resume=must --out_dir=RUN
 train.py --wandb=true         type --wandb=online
+train.py --precision=bf16-mixed   type --dtype=bfloat16
+train.py --train.max_tokens=9   give max_iters = tokens / batch_tokens
+train.py --train.micro_batch_size=2   type --micro_batch_size=2
 sample.py --start=Once        type --prompt=Once
 sample.py --start=FILE:a.txt  give --prompt=@ and the file's name
 sample.py --init_from=gpt2    export.py
 sample.py --dtype=float16     has no counterpart
+evaluate.py --ckpt=out/a      type --out_dir=out/a
+prepare.py --input=a.txt      type --files=a.txt
 """
 
 
@@ -250,7 +258,9 @@ def test_a_config_file_of_nanogpt_is_answered_with_what_to_type(path, words):
 
 
 def test_old_names_are_answered_all_at_once():
-    for program, config_class in (("train.py", TrainConfig), ("sample.py", SampleConfig)):
+    programs = {"train.py": TrainConfig, "sample.py": SampleConfig, "evaluate.py": EvaluateConfig,
+                "prepare.py": Options}
+    for program, config_class in programs.items():
         rows = [(given.split()[1], words) for given, words in helpers.table(ABROAD) if given.startswith(program)]
         lines = answers(config_class, [argument for argument, _ in rows])
         assert all(words in line for (_, words), line in zip(rows, lines, strict=True)), lines
@@ -323,8 +333,9 @@ train.py --min_lr=-0.5                           min_lr -0.5 must be at least 0,
 train.py --warmup_iters=-2                       warmup_iters -2 must be at least 0, or -1, its default
 train.py --beta1=1                               beta1 1.0 must be below 1
 train.py --beta2=-0.1                            beta2 -0.1 must be at least 0
-train.py --batch_size=8                          unknown key '--batch_size': type --micro_batch_size=8
 train.py --file=train_gpt2                       unknown key '--file'; --help
+train.py --batch_size=8    type --micro_batch_size=8 and, for one of them per step, type --batch_tokens=8192
+train.py --batch_size=8 --global_batch_size=16   micro_batch_size=8; unknown key '--global_batch_size': type --batch
 train.py --keep_steps=3,x                        keep_steps 3,x: expected comma-separated step numbers
 train.py --min_lr=1                              min_lr 1.0 is above learning_rate 0.0006
 train.py --warmup_iters=9 --max_iters=9          warmup_iters 9 must be below max_iters 9

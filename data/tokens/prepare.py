@@ -41,6 +41,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
 import configurator
+from common import old_names
 from configurator import Count, Seed, Share
 from data.prepared import DTYPES, SPLITS, DataError, file_sha256, read_sealed
 from data.shards import shards_sha256
@@ -475,6 +476,7 @@ class Source:
     force: bool = False  # prepare again from the beginning
 
     ARGUMENTS = ("source",)
+    RENAMED = old_names.PREPARE
 
 
 @dataclass
