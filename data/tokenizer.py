@@ -129,7 +129,8 @@ def hf_tokenizer(name, table=None):
         return encoding
     except Exception as error:  # tokenizers raises plain Exception, the hub's client a dozen kinds
         raise DataError(f"cannot load the tokenizer hf:{name} ({' '.join(str(error).split())[:100]}): give a name on "
-                        "the hub, or a folder with its tokenizer.json") from None
+                        "the hub, or a folder with its tokenizer.json, as save_pretrained of transformers' "
+                        "AutoTokenizer writes it") from None
 
 
 def learn_bpe(texts, n_vocab):

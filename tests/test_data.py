@@ -653,7 +653,7 @@ def test_characters(small_units, tmp_path, prepare):
     source = write_jsonl(tmp_path / "a.jsonl", ["über", "abc", None, "cab"])
     tokens = prepare(files=[source], tokenizer="chars", shuffle=2357)
     assert tokens.meta["table"] == "\0abcerü" and tokens.vocab_size == 7
-    assert sum((part[:] == 0).sum() for part in (tokens.train, tokens.val)) == 4
+    assert sum((part[:] == 0).sum() for part in (tokens.train, tokens.val)) == 3
     assert (Text("char", "a\n\0").eot_token, Text("char", "ab\n").eot_token) == (2, 2)  # the zero before the line feed
 
 
@@ -689,6 +689,16 @@ def test_few_documents_are_divided(small_units, tmp_path, prepare, monkeypatch, 
     assert tokens.meta["splits"]["val"]["documents"] == val.count(b"\0")
     assert train + val == "".join(f"{text}\0" for text in texts).encode()
     assert held_out * 0.9 <= len(val) - 1 <= held_out and (val[:1] in b" x" or train.endswith(b"\n"))
+
+
+def test_files_named_val_are_held_out_and_empty_documents_are_counted(small_units, tmp_path, prepare, capsys):
+    lines = '{"text": "one"}\n{"text": null}\n{"text": ""}\n'
+    write_files(tmp_path / "in", {"other.txt": "two", "train-0.jsonl": lines, "Val/a.txt": "three", "test.txt": "4"})
+    tokens = prepare(files=[tmp_path / "in"])
+    assert text_of(tokens.train) == b"two\0one\0" and {*text_of(tokens.val).split(b"\0")} == {b"three", b"4", b""}
+    assert tokens.meta["splits"]["train"]["documents"] == 2
+    said = capsys.readouterr().err
+    assert "held out for their names, and no others: 2 files" in said and "2 empty documents of train" in said
 
 
 def test_a_folder_is_read_through(tmp_path, prepare, capsys):

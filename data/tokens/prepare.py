@@ -31,6 +31,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shlex
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,7 @@ from data.prepared import DTYPES, SPLITS, DataError, file_sha256, read_sealed
 from data.shards import shards_sha256
 from data.tokenizer import Text, canonical, whole_characters
 from data.tokens.sources import (
+    OFFICIAL,
     Reading,
     about,
     check_unchanged,
@@ -94,7 +96,7 @@ def few_documents(units, reading, fraction):
         number = 0
         unmarked = isinstance(source, list) and reading.kind(source[0]) == "text" and not reading.separator
         for official, text, end in documents(source, reading):
-            counts[split_of(official, f"{unit}/{number}", fraction)] += end
+            counts[split_of(official, f"{unit}/{number}", fraction)] += end and text != ""
             chars += len(text)
             marks += unmarked and text.count(USUAL_MARK)
             number += end
@@ -206,7 +208,8 @@ def token_arrays(text, texts):
 
 
 def encode(text, batch, dtype):
-    """{split: (its tokens, bytes, documents)} of a batch; bytes is None if a sample's tokens do not decode to it."""
+    """{split: (its tokens, bytes, documents, empty ones)} of a batch, in which an empty document leaves nothing; bytes
+    is None if a sample's tokens do not decode to it."""
     if text.kind == "hf" and any(piece.before for piece in batch):
         arrays = [text.encode_after(piece.before, piece.text) for piece in batch]
     else:
@@ -214,13 +217,15 @@ def encode(text, batch, dtype):
     exact = text.gives_back(max((piece.text for piece in batch), key=len)[:SAMPLE_CHARS])
     encoded = {}
     for split in SPLITS:
-        tokens, size, n = [np.empty(0, dtype)], 0, 0
+        tokens, size, n, empty = [np.empty(0, dtype)], 0, 0, 0
         for piece, ids in zip(batch, arrays, strict=True):
             if piece.split == split:
-                tokens += [np.asarray(ids, dtype), np.array([text.eot_token] * piece.end, dtype)]
+                ends = piece.end and piece.text != ""
+                tokens += [np.asarray(ids, dtype), np.array([text.eot_token] * ends, dtype)]
                 size += len(piece.text.encode("utf-8", "surrogatepass"))
                 n += not piece.before
-        encoded[split] = np.concatenate(tokens), size if exact else None, n
+                empty += not piece.text
+        encoded[split] = np.concatenate(tokens), size if exact else None, n - empty, empty
     return encoded
 
 
@@ -244,7 +249,7 @@ def encode_shards(out, part, shards, share, work, workers):
                 bar.update(len(of_batch[0]))
             waiting += itertools.islice(submitted, 1)
             bar.set_description(f"file {unit + 1} of {len(work.units)}")
-            if not waiting or sum(len(ids) for split in SPLITS for ids, _, _ in encoded[split]) >= SHARD_TOKENS:
+            if not waiting or sum(len(ids) for split in SPLITS for ids, *_ in encoded[split]) >= SHARD_TOKENS:
                 splits = write_shard(out, f"{part}{len(shards):05d}", encoded, text.n_vocab)
                 shards.append({"unit": unit, "items": items, "splits": splits})
                 encoded = {split: [] for split in SPLITS}
@@ -254,15 +259,15 @@ def encode_shards(out, part, shards, share, work, workers):
 def write_shard(out, name, encoded, n_vocab):
     """Write NAME.train.bin and NAME.val.bin, unless they would be empty. Returns {split: its entry for meta.json}.
 
-    encoded: {split: [(tokens, bytes, documents), ...]}.
+    encoded: {split: [what `encode` gives, ...]}.
     """
     entries = {}
     for split, of_split in encoded.items():
-        arrays, sizes, documents_in = zip(*of_split, strict=True)
+        arrays, sizes, documents_in, empty = zip(*of_split, strict=True)
         if any(map(len, arrays)):
             file = f"{name}.{split}.bin"
             entries[split] = {"file": file, **write_split(out / file, arrays, n_vocab), "bytes": total(sizes),
-                              "documents": sum(documents_in)}
+                              "documents": sum(documents_in), "empty": sum(empty)}
     return entries
 
 
@@ -284,13 +289,16 @@ def finish_shards(folder, shards, meta):
         entries = [shard[split] for shard in shards if split in shard]
         if not entries:
             raise DataError(f"no document of {folder} is in {split}: choose another --val_fraction, or add documents")
-        counts = {key: total([entry[key] for entry in entries]) for key in ("tokens", "bytes", "documents")}
+        counts = {key: total([entry.get(key, 0) for entry in entries])
+                  for key in ("tokens", "bytes", "documents", "empty")}
         splits[split] = {
             **counts,
             "max_token": max(entry["max_token"] for entry in entries),
             "sha256": shards_sha256([entry["sha256"] for entry in entries]),
             "shards": [{key: entry[key] for key in ("file", "tokens", "sha256")} for entry in entries],
         }
+        if counts["empty"]:
+            print(f"left out: {counts['empty']:,} empty documents of {split}", file=sys.stderr)
         if counts["bytes"] is None:
             print(f"{meta['tokenizer']} cannot reproduce {split} (lower case, or characters it does not know): no "
                   "bits per byte", file=sys.stderr)
@@ -314,12 +322,14 @@ def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=
     """The Work of a preparation. Prints on stderr what is left out. Raises DataError."""
     if (source is None) == (not files):
         raise DataError("give a recipe or a name of Hugging Face's hub, or --files, and not both")
-    reading, units, table = Reading(text_column, encoding, separator, endings), None, None
+    reading = Reading(text_column, encoding, separator, endings)
+    units = table = None
     if files:
         files = [Path(path) for path in files]
         refuse_inside(out, files)
         units = local_units(files, reading)
     before = stamps(units)
+    reading.held_out = held_out_by_name(before, shuffle)
     if separator and not any(reading.kind(path) == "text" for path in before):
         raise DataError("--separator is for .txt files and those of --endings, and there are none")
     if canonical(tokenizer) == "char":
@@ -342,6 +352,7 @@ def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=
     inputs = [documents_from, text.name, text.table, text_column, fraction] + [shuffle] * (shuffle is not None)
     if any(how.values()):
         inputs.append(how)
+    inputs += map(os.path.basename, sorted(reading.held_out))
     if reading.left_out:
         print(about(reading.left_out).removeprefix("; "), file=sys.stderr)
     recipe = {"source": source, "subset": subset, "files": files and [str(path) for path in files],
@@ -351,6 +362,19 @@ def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=
             "how": shlex.join(["python", *sys.argv]), "recipe": recipe,
             "inputs": hashlib.sha256(json.dumps(inputs).encode()).hexdigest()}
     return Work(units, text, meta, reading, Splitting(fraction, cut), before)
+
+
+def held_out_by_name(paths, shuffle):
+    """Those of the paths that are called val beside others that are called train, which it says; shuffled: none."""
+    found = {}
+    for path in paths:
+        for name in path.parent.name, re.split("[-.]", path.name)[0]:  # val/a.txt, val.txt, val-00000-of-00002.parquet
+            found.setdefault(name.lower(), set()).add(path)
+    held_out = set().union(*(found.get(name, ()) for name in OFFICIAL))
+    if shuffle is not None or not held_out or "train" not in found:
+        return set()
+    print(f"held out for their names, and no others: {len(held_out):,} files ({min(held_out)})", file=sys.stderr)
+    return held_out
 
 
 def refuse_inside(out, files):
