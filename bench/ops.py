@@ -62,8 +62,8 @@ TIMED = [(64, 1024, 1536, 16), (64, 1024, 1536, 64), (8, 4096, 1536, 16)]
 TINY = [(2, 64, 64, 16)]  # in place of TIMED in a dry run
 VARIANTS = ["", "FORWARD_BLOCKS=3", "FORWARD_BLOCKS=5", "BACKWARD_BLOCKS=2", "STAGES=4", "KEYS=8",
             "LONGER=1",  # values for constants in longhorn_scan.cu
-            # whether T is split, and how finely: launch.cuda_segments
-            "SPLIT_BELOW=0", "SPLIT_BELOW=1", "FILL=2", "FILL=4"]
+            # states per lane, whether T is split, and how finely: launch.cuda_shape and cuda_segments
+            "P=4", "P=8", "SPLIT_BELOW=0", "SPLIT_BELOW=1", "FILL=2", "FILL=4"]
 LAST_VARIANT_S = 20  # seconds to compile and time one variant
 
 

@@ -114,7 +114,7 @@ def defines(update, dtype, *shape):
 
     $LONGHORN_CUDA_DEFINES adds more, to try other tunings: "FORWARD_BLOCKS=5 STAGES=4".
     """
-    tuning = [f"-D{word}" for word in tunings() if not word.startswith(("SPLIT_BELOW=", "FILL="))]
+    tuning = [f"-D{word}" for word in tunings() if not word.startswith(("P=", "SPLIT_BELOW=", "FILL="))]
     if update in SIZES:
         sizes = [f"-D{name}={size}" for name, size in zip(SIZES[update], shape, strict=True)]
         return [f"-D{update.upper()}_TYPE={TYPES[dtype]}", *sizes, *tuning]

@@ -59,7 +59,8 @@ def cuda_shape(update, B, T, D, N, multiprocessors, shared, may_split=True, back
     crowded = blocks_at_once(update, eight, shared) < 2 <= blocks_at_once(update, four, shared)
     split_below = cuda.tuning("SPLIT_BELOW", SPLIT_BELOW[False])
     waits = not backward and split_below * multiprocessors < blocks <= multiprocessors
-    return four if idle or crowded or waits else eight
+    P = cuda.tuning("P", 4 if idle or crowded or waits else 8)
+    return four if P == 4 else eight
 
 
 def cuda_segments(update, dtype, shape, blocks, T, multiprocessors, shared, backward=True):

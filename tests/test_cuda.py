@@ -505,9 +505,9 @@ def test_once_split_T_fills_the_gpu(update):
 
 
 def test_the_choice_to_split_can_be_tuned(prepare, monkeypatch):
-    monkeypatch.setenv("LONGHORN_CUDA_DEFINES", "SPLIT_BELOW=2 FILL=6 STAGES=4")
-    assert prepare(16, 4096, 1536)[1] == 4  # 1 without, 2 with another FILL
-    assert cuda.defines("longhorn", BF16, *PAIRS)[-1] == "-DSTAGES=4"  # the compiler gets only its own settings
+    monkeypatch.setenv("LONGHORN_CUDA_DEFINES", "P=4 SPLIT_BELOW=3 FILL=12 STAGES=4")
+    assert prepare(16, 4096, 1536)[:2] == (24, 4)  # 12 and 1 without, 24 and 1 without FILL
+    assert cuda.defines("longhorn", BF16, *PAIRS)[4:] == ["-DSTAGES=4"]  # the compiler gets only its own settings
 
 
 @pytest.mark.parametrize("T", (1, 31, 32, 33, 1000, 65536))
