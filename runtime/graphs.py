@@ -89,6 +89,7 @@ class Graph:
                 self.model.zero_grad(set_to_none=True)
                 checkpoint.set_rng_state(before)
                 loss = self.compute(x, y, weight)
+        cuda.current_stream().wait_stream(side)
         expected = {p: p.grad for p in self.model.parameters() if p.grad is not None}
         size = torch.nn.utils.get_total_norm(expected.values())
         if not (loss.isfinite() and size.isfinite()):

@@ -48,11 +48,14 @@ class Calls(TorchDispatchMode):
         print("replayed")
 
 
+@contextlib.contextmanager
 def recorded():
-    """Makes a CPU pass for a GPU."""
-    return mock.patch.multiple(graphs, GPU="cpu", cuda=SimpleNamespace(
-        CUDAGraph=Calls, graph=lambda calls, **how: calls, Stream=mock.Mock, current_stream=mock.Mock,
-        stream=contextlib.nullcontext))
+    """Makes a CPU pass for a GPU, and yields its current stream."""
+    current = mock.Mock()
+    with mock.patch.multiple(graphs, GPU="cpu", cuda=SimpleNamespace(
+            CUDAGraph=Calls, graph=lambda calls, **how: calls, Stream=mock.Mock, current_stream=lambda: current,
+            stream=contextlib.nullcontext)):
+        yield current
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -76,10 +79,25 @@ def replayed(data, out, same=assert_same_training, **changes):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_replayed_runs_are_eager_ones_to_the_bit(data, out, dtype):
-    """Steps of 5, 5 and 2 windows; only those of 5 are replayed."""
-    with recorded():
+    """Steps of 5, 5 and 2 windows; only those of 5 are replayed. The first is compared once the stream that computed it
+    is done."""
+    with recorded() as stream:
         said = replayed(data, out, pattern=",".join(ON_CPU), n_layer=len(ON_CPU), dtype=dtype)
-    assert said.count("replayed\n") == 1 + 3 * 2
+    assert said.count("replayed\n") == 1 + 3 * 2 and stream.wait_stream.call_count == 1
+
+
+def test_a_micro_batch_of_another_weight_is_not_replayed():
+    model, x = torch.nn.Linear(3, 1), torch.ones(2, 3)
+
+    def compute(x, y, weight):
+        loss = (model(x) - y).square().sum() * weight
+        loss.backward()
+        return loss.detach()
+
+    with recorded():
+        graph = graphs.Graph(compute, model)
+        whole, half = (graph(x, x[:, :1], weight).item() for weight in (1.0, 0.5))
+    assert half == whole / 2
 
 
 @pytest.mark.parametrize("how", ["loss", "gradient"])
