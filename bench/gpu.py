@@ -85,8 +85,8 @@ def stages(out, dry_run):
         words = (f"bench/step.py --rounds=5 --families=longhorn,llama --device=cuda --size=120M --compile --kernels "
                  f"--block_size={T} --batch_size={tokens // T} {more}")
         if dry_run:
-            words = ("bench/step.py --rounds=5 --families=longhorn --n_layer=1 --n_embd=32 --n_head=2 --vocab_size=128 "
-                     "--block_size=16")
+            words = ("bench/step.py --rounds=5 --families=longhorn --kernels --n_layer=1 --n_embd=32 --n_head=2 "
+                     "--vocab_size=128 --block_size=16")
         return Stage(name, 70, ours(name, words), budget=lambda seconds: seconds / 3)
 
     ncu = "ncu --clock-control none --launch-count 12 --kernel-name regex:forward|backward".split()
