@@ -151,12 +151,12 @@ def test_opcheck():
     """These sequences leave no gap in the chunk states: unwritten numbers would differ."""
     torch.use_deterministic_algorithms(False)
     cu = torch.tensor([0, 33, 34])
-    a = inputs("mamba", 1, 34, 3, 2) | {"h0": torch.zeros(2, 3, 2)}
+    a = inputs("mamba", 1, 34, 3, 2, BF16) | {"h0": torch.zeros(2, 3, 2)}
     args = [a.get(n) for n in ("x", "dt", "k", "q", "A", "D", "z", "dt_bias", "h0")]
     y, hT, chunks = torch.ops.longhorn.scan(*args, cu, "mamba_softplus", True, False)
     torch.library.opcheck(torch.ops.longhorn.scan_backward.default, (
         torch.randn_like(y), None, *args[:7], None, None, cu, "mamba_softplus", True, False, chunks,
-        torch.zeros(1, 34, 6)[..., 3:]))
+        torch.zeros(1, 34, 6, dtype=BF16)[..., 3:]))
     settings = cu, "mamba_softplus", True, False
     torch.library.opcheck(torch.ops.longhorn.scan_forward.default, (*args, *settings))
     torch.library.opcheck(torch.ops.longhorn.scan.default, (*(v.requires_grad_() for v in args), *settings))
