@@ -17,6 +17,7 @@ UPDATES = ("longhorn", "exact", "mamba")  # the enum of longhorn_scan.cu
 CUDA_SHAPES = [(P, L) for L in (2, 4, 8, 16, 32) for P in (4, 8)]
 # Kernels with a variant for whole chunks and blocks -> the rows that it fetches ahead.
 FETCHED = {"forward_kernel": ("x", "dt", "z"), "backward_kernel": ("x", "dt", "z", "dy")}
+FETCHED_BYTES = 2048  # of shared memory that a backward of 16 bits takes for them, at most
 
 
 def backward_bytes(update, P, L):
@@ -39,10 +40,11 @@ def cuda_shape(update, B, T, D, N, multiprocessors, shared, may_split=True, back
     power of two >= 8).
 
     shared: bytes of shared memory per multiprocessor. Eight states per lane take the least work. Four are chosen if two
-    blocks fit a multiprocessor only with four, or if multiprocessors would be idle even with T split into segments. A
-    forward that does not split T (`cuda_segments`) also takes four if eight give one block per multiprocessor or less:
-    a warp's step is then predicted to take 62 instructions instead of 100. It keeps the same states. No GPU has
-    confirmed this rule, nor that two blocks per multiprocessor are enough. Raises ValueError if no block fits.
+    blocks, or one that fetches rows ahead, fit a multiprocessor only with four, or if multiprocessors would be idle
+    even with T split into segments. A forward that does not split T (`cuda_segments`) also takes four if eight give one
+    block per multiprocessor or less: a warp's step is then predicted to take 62 instructions instead of 100. It keeps
+    the same states. No GPU has confirmed this rule, nor that two blocks per multiprocessor are enough. Raises
+    ValueError if no block fits.
     """
     states = max(8, 1 << (N - 1).bit_length())
     launched = [shape for shape in CUDA_SHAPES if blocks_at_once(update, shape, shared)]
@@ -57,9 +59,10 @@ def cuda_shape(update, B, T, D, N, multiprocessors, shared, may_split=True, back
     blocks = B * -(-lanes // build.CUDA_THREADS)
     idle = most * blocks < 2 * multiprocessors
     crowded = blocks_at_once(update, eight, shared) < 2 <= blocks_at_once(update, four, shared)
+    tight = not blocks_at_once(update, eight, shared - FETCHED_BYTES)
     split_below = cuda.tuning("SPLIT_BELOW", SPLIT_BELOW[False])
     waits = not backward and split_below * multiprocessors < blocks <= multiprocessors
-    P = cuda.tuning("P", 4 if idle or crowded or waits else 8)
+    P = cuda.tuning("P", 4 if idle or crowded or tight or waits else 8)
     return four if P == 4 else eight
 
 

@@ -501,7 +501,8 @@ def test_once_split_T_fills_the_gpu(update):
         if segments > 1:
             assert least * gpu[0] - blocks < blocks * segments <= least * gpu[0]
     states = [launch.cuda_shape(update, 64, 1024, 1536, N, *RTX)[0] for N in (32, 64)]
-    assert states == [8 if update == "mamba" else 4, 8]  # four where two blocks then fit
+    # four where two blocks then fit, or one that fetches rows ahead: Mamba's with eight would take 102,592 bytes
+    assert states == ([8, 4] if update == "mamba" else [4, 8])
 
 
 def test_the_choice_to_split_can_be_tuned(prepare, monkeypatch):
