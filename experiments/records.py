@@ -354,9 +354,9 @@ def of_images(row, record, evaluations):
 
 def settings_of_point(kind, config):
     """What runs must share to be averaged at one point of a figure, in addition to what all runs of the sweep share."""
-    from runtime.folder import MAY_CHANGE_ON_RESUME  # late: it imports PyTorch
+    from runtime.folder import MAY_CHANGE_ON_RESUME, OF_THE_SCHEDULE  # late: it imports PyTorch
 
-    others = {"seed", "learning_rate", *kind.same, *SAME_AT_A_LENGTH} | MAY_CHANGE_ON_RESUME - {"max_iters"}
+    others = {"seed", "learning_rate", *kind.same, *SAME_AT_A_LENGTH} | MAY_CHANGE_ON_RESUME - OF_THE_SCHEDULE
     others |= {SETTING.get(key, key) for key in kind.place}
     return {key: value for key, value in config.items() if key not in others | runner.WITHOUT_EFFECT}
 

@@ -24,6 +24,7 @@ from common.files import writing_to
 from runtime import checkpoint, distributed, records
 from runtime.distributed import resume_command
 
+OF_THE_SCHEDULE = {"max_iters", "decay_iters"}  # may change if the learning rates of the steps already done do not
 # Settings that may change on resume, because they change a loss only by rounding. Everything else is refused.
 MAY_CHANGE_ON_RESUME = {
     "out_dir", "resume", "micro_batch_size", "eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size",
@@ -33,7 +34,7 @@ MAY_CHANGE_ON_RESUME = {
     "workers",  # of image runs
     "branch",  # used only without a checkpoint
     "dataset",  # compared by the hash of its content instead
-    "max_iters",  # if the learning rates of the steps already done do not change
+    *OF_THE_SCHEDULE,
 }
 COMPARED_OVER = ("eval_tokens", "eval_block_size")  # a loss over different tokens cannot be compared with the best
 LOCK_SECONDS = 300  # the longest wait for the process whose run we resume: it may still be saving
@@ -192,13 +193,13 @@ class Folder:
         if serious:
             words = ", ".join(f"{key} {before[key]!r} -> {now[key]!r}" for key in serious)
             raise ConfigError(f"{path} belongs to another run: {words}; undo this, or choose another out_dir")
-        old = dataclasses.replace(config, max_iters=before["max_iters"])
-        longer = old.max_iters != config.max_iters
-        if step > config.max_iters or longer and any(schedule(s, old) != schedule(s, config) for s in range(step)):
+        planned = {key: before[key] for key in changed if key in OF_THE_SCHEDULE}
+        old = dataclasses.replace(config, **planned)
+        if step > config.max_iters or planned and any(schedule(s, old) != schedule(s, config) for s in range(step)):
+            words = ", ".join(f"{key} {planned[key]} -> {now[key]}" for key in planned)
             raise ConfigError(
-                f"max_iters {old.max_iters} -> {config.max_iters} would change the learning rates of the {step} steps "
-                "already done: a run can be extended with --schedule=constant, or with --schedule=wsd before its decay "
-                "(--branch)"
+                f"{words} would change the learning rates of the {step} steps already done: a run can be extended with "
+                "--schedule=constant, or with --schedule=wsd before its decay (--branch)"
             )
         if meta["data"] != self.data.identity:
             raise ConfigError(

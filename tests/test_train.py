@@ -534,10 +534,11 @@ def test_a_branch_is_the_run_from_scratch(trunk, ran, tmp_path):
     stopped in its first step has saved where it began. An earlier run in its folder stays whole."""
     kept = ["best", "checkpoint-10", "checkpoint-4", "checkpoint-8", "checkpoint"]
     assert sorted(p.stem for p in trunk.glob("*.safetensors")) == sorted(kept)
-    for step, end in ((4, 5), (10, 16)):
+    for step, end, decay in ((4, 5, -1), (10, 16, 5)):
         out, scratch = tmp_path / f"branch{end}", tmp_path / f"scratch{end}"
-        ran(scratch, **PLAN, max_iters=end)
-        go_on = functools.partial(ran, out, **PLAN, max_iters=end, branch=f"{trunk}@{step}", resume="auto")
+        plan = {**PLAN, "max_iters": end, "decay_iters": decay}
+        ran(scratch, **plan)
+        go_on = functools.partial(ran, out, **plan, branch=f"{trunk}@{step}", resume="auto")
         if end == 16:
             assert f"branching from {trunk}/checkpoint-10.safetensors at step 10" in go_on(LM=stops_at(2)).out
         go_on()
@@ -908,6 +909,7 @@ TORCHELASTIC_MAX_RESTARTS=2         resume=never  torchrun --max-restarts  --res
 # a branch
 {plan} --branch={trunk}@7           {trunk} has checkpoints of steps 4, 8, 10, 12
 {plan} --branch={trunk}@8 --max_iters=9          max_iters 12 -> 9  learning rates of the 8 steps
+{plan} --branch={trunk}@8 --decay_iters=5        decay_iters -1 -> 5  learning rates of the 8 steps
 {plan} --branch={trunk}@4 --seed=2               belongs to another run: seed
 {plan} --branch={trunk}@4 --out_dir={trunk}      branch={trunk}@4 is in out_dir  choose another out_dir
 {plan} --branch={bare}@4            {bare} has no log.jsonl
