@@ -289,7 +289,7 @@ def test_a_sweep_from_its_plan_to_the_report(ran, monkeypatch, capsys):
     assert mqar.main([*line, f"--out={folder}/none", "--dry-run"]) == 0 and not (folder / "none").exists()
     printed = capsys.readouterr().out
     assert "1 runs" in printed and "experiments/recall/cell.py --model=based --block_size=16" in printed
-    assert " s at most, as" in printed
+    assert " s at most, going by" in printed
     assert mqar.main(line) == 0 and "report.png" in capsys.readouterr().out  # the run is not run again
     for source in (folder, folder / "report.json"):
         (run,) = records.read(source).itertuples()
