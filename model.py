@@ -33,6 +33,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from common.errors import ConfigError, described
 from common.torch_private import constant_when_compiled
 from initialisation import (
     arange,
@@ -390,8 +391,13 @@ class Branch(nn.Module):
             out = self.mixer(x, state) if self.has_state else self.mixer(x)
             out = (*out, passed) if isinstance(out, tuple) else (out, None, passed)
         if not (isinstance(out, tuple) and len(out) == 3):
-            raise ValueError(f"{where_is(type(self.mixer))}: forward must return y, or y and a state; with passes = "
-                             "True y, a state and what is passed on")
+            raise ConfigError(f"{where_is(type(self.mixer))}: forward must return y, or y and a state; with passes = "
+                              "True y, a state and what is passed on")
+        y = out[0]
+        if not torch.is_tensor(y) or y.shape != h.shape or torch.promote_types(y.dtype, h.dtype) != h.dtype:
+            raise ConfigError(f"{where_is(type(self.mixer))}: forward returned "
+                              f"{(*y.shape, y.dtype) if torch.is_tensor(y) else str(y)[:80]} for x "
+                              f"{(*h.shape, h.dtype)}: return y of x's shape (B, T, n_embd), in no more bits")
         return out
 
     @property
@@ -403,7 +409,12 @@ class Branch(nn.Module):
         if not self.has_state:
             raise ValueError(f"{where_is(type(self.mixer))} keeps no state, so it cannot sample or read in chunks: "
                              "add initial_state(batch_size, device) and forward(x, state) -> (y, state)")
-        return self.mixer.initial_state(batch_size, device)
+        state = self.mixer.initial_state(batch_size, device)
+        for a in tensors_of(state):
+            if a.dim() > 1 and len(a) != batch_size:
+                raise ConfigError(f"{where_is(type(self.mixer))}: initial_state({batch_size}, device) has a tensor "
+                                  f"{tuple(a.shape)}: give it ({batch_size}, ...), a row per sequence")
+        return state
 
 
 class Layer(nn.Module):
@@ -509,7 +520,11 @@ class LM(nn.Module):
         layers = []
         for i, family in enumerate(config.families):
             if i in config.places:
-                layers.append(Layer(config, FAMILIES[family], i, norm_of(family)))
+                try:
+                    layers.append(Layer(config, FAMILIES[family], i, norm_of(family)))
+                except (TypeError, AttributeError, NameError) as error:
+                    raise ConfigError(f"{family} cannot be built: {described(error)}: its row of FAMILIES is a list of "
+                                      "classes, each an nn.Module of (config, layer)") from error
         return layers
 
     def check_documents(self):

@@ -6,7 +6,10 @@ import os
 import re
 import stat
 import sys
+import traceback
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class ConfigError(ValueError):
@@ -25,6 +28,14 @@ def printable(text):
     obey, become escape codes."""
     shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in str(text))
     return "".join(shown)
+
+
+def described(error):
+    """'IndexError: index 1 is out of range (model.py, line 439)', in the project's own file."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if ROOT in Path(frame.filename).parents and "site-packages" not in frame.filename]
+    where = f" ({Path(frames[-1].filename).relative_to(ROOT)}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import math
 import torch
 import torch.nn as nn
 
+from common.errors import ConfigError
 from kernels import choose
 from model import Branch, tensors_of, where_is
 
@@ -59,7 +60,11 @@ def mixing_flops(mixer, T):
     operator; None if it has neither."""
     flops = getattr(mixer, "flops", None)
     if flops is not None:
-        return flops(T) if callable(flops) else flops
+        try:
+            return +(flops(T) if callable(flops) else flops)
+        except TypeError:
+            raise ConfigError(f"{where_is(type(mixer))}: flops is {flops!r}: give a number, or a function "
+                              "of T") from None
     rule = FLOPS.get(getattr(mixer, "operator", None))
     if rule is None:
         return None

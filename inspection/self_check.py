@@ -21,14 +21,12 @@ import math
 import os
 import statistics
 import time
-import traceback
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from common.errors import ConfigError
+from common.errors import ROOT, ConfigError, described
 from inspection.toys import (
     CUTS,
     DOCUMENTS,
@@ -45,7 +43,6 @@ from inspection.toys import (
 from kernels import build, choose, ops
 from model import tensors_of
 
-ROOT = Path(__file__).resolve().parents[1]
 SCANS = ("longhorn_scan", "selective_scan")
 LEAST = 1e-5  # a difference below this is rounding
 OTHER_ORDER = 2e-4  # allowed between operators and states, which sum in other orders: a toy may amplify rounding
@@ -611,11 +608,3 @@ def place(function):
     """'model.py: LM.forward'."""
     file = inspect.getsourcefile(inspect.unwrap(function))
     return f"{os.path.relpath(file, ROOT)}: {function.__qualname__}"
-
-
-def described(error):
-    """'IndexError: index 1 is out of range (model.py, line 439)', with the last line in the project's own files."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-              if ROOT in Path(frame.filename).parents and "site-packages" not in frame.filename]
-    where = f" ({Path(frames[-1].filename).relative_to(ROOT)}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"

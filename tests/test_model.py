@@ -838,6 +838,38 @@ def test_a_mixer_with_other_results_is_named(passes, results, monkeypatch):
         LM(config("own"))(tokens(3, 9))  # a tensor of length 3 is no three results
 
 
+@pytest.mark.parametrize("how, words", [
+    ("x[:, -1]", r"forward returned \(2, 32, torch.float32\) for x \(2, 9, 32, torch.float32\): return y of x's shape"),
+    ("x[:1]", r"\(1, 9, 32,"), ("x.double()", r"\(2, 9, 32, torch.float64\)"), ("None", "returned None for x"),
+    ("(x, x)", r"initial_state\(2, device\) has a tensor \(1, 3\): give it \(2, ...\)")])
+def test_a_mixer_that_returns_something_else_is_named(how, words, monkeypatch):
+    """Also what would be broadcast over rows, or make all later layers wider."""
+    class Own(Mean):
+        forward = eval(f"lambda self, x, state=None: {how}")
+        initial_state = lambda self, batch_size, device: torch.zeros(1, 3)
+
+    monkeypatch.setitem(FAMILIES, "own", [Own])
+    lm = LM(config("own"))
+    with pytest.raises(ValueError, match=rf"^Own \([^\n]*\): [^\n]*{words}"):
+        lm(tokens(2, 9)), lm.initial_state(2)
+
+
+@pytest.mark.parametrize("row, words", [
+    ([lambda config: None], r"takes 1 .* 2 were given \(model.py, line \d+\): its row of FAMILIES is a list"),
+    ([lambda config, layer: config.d], r"no attribute 'd' \(tests/test_model.py, line"), (Mean, "not iterable")])
+def test_a_family_that_cannot_be_built_is_named(row, words, monkeypatch):
+    monkeypatch.setitem(FAMILIES, "own", row)
+    with pytest.raises(ValueError, match=f"^own cannot be built: .*{words}"):
+        LM(config("own"))
+
+
+@pytest.mark.parametrize("flops", ["12 d", lambda: 12])
+def test_flops_that_are_no_number_are_named(flops, monkeypatch):
+    monkeypatch.setattr(Mean, "flops", flops, raising=False)
+    with pytest.raises(ValueError, match=r"^Mean \(.*\): flops is .*: give a number, or a function of T$"):
+        counting.mixing_flops(Mean(config("longhorn"), 0), 9)
+
+
 @pytest.mark.usefixtures("of_the_page")
 def test_a_recurrence_of_ones_own():
     test_chunks_with_their_state_equal_the_whole("leaky")
