@@ -82,8 +82,9 @@ def plan(preset, families=(), seeds=(), extra=()):
     ConfigError for an unknown family."""
     preset = PRESETS[preset]
     given = tuple(f"--{key}={value}" for key, value in {"dataset": CORPUS, **preset["train"]}.items())
-    size = sweep.Preset({"": sweep.Size(given)})
     families = families or preset.get("families", FAMILIES)
+    size = sweep.Preset({"": sweep.Size(given)}, families)
+    sweep.check_configs(size)
     cells = []
     for seed, run in itertools.product(seeds or preset.get("seeds", [None]), families):
         argv = [*sweep.base_arguments(size, run, ""), *extra]

@@ -26,6 +26,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -163,18 +164,31 @@ def load_once(argv):
     return configurator.load(TrainConfig, argv)
 
 
+def config_file(model, config):
+    return f"config/{re.split('[*,]', stem(model))[0]}_{config}.py"
+
+
+def check_configs(preset):
+    """Raises ConfigError that names all config files that are missing, of any family at any size."""
+    missing = {}
+    for model, size in itertools.product(preset.models, preset.sizes.values()):
+        name = config_file(model, size.config)
+        if not (REPO / name).exists():
+            missing[name] = size.config
+    for config in missing.values():
+        known = sorted(p.stem.removesuffix(f"_{config}") for p in REPO.glob(f"config/*_{config}.py"))
+        raise ConfigError(f"{', '.join(missing)} does not exist: write it as config/longhorn_{config}.py, with its own "
+                          f"model = NAME, or choose families of {', '.join(known)}")
+
+
 def base_arguments(preset, model, size):
     """The arguments of every run of a family at a size: its config file, and what size, preset and family change in it.
     Raises ConfigError if there is no such file, or it sets another family.
     """
     s = preset.sizes[size]
     family = stem(model)
-    first, *rest = re.split("[*,]", family)
-    name = f"config/{first}_{s.config}.py"
-    if not (REPO / name).exists():
-        known = sorted(p.stem.removesuffix(f"_{s.config}") for p in REPO.glob(f"config/*_{s.config}.py"))
-        raise ConfigError(f"{name} does not exist: write it, as config/longhorn_laptop.py shows, or choose families of "
-                          f"{', '.join(known)}")
+    rest = re.search("[*,]", family)
+    name = config_file(model, s.config)
     argv = [name, *s.argv, *preset.args]
     if family in s.mlp:
         argv.append(f"--mlp_multiple={s.mlp[family]}")
@@ -402,9 +416,31 @@ def vocabulary(dataset):
         return 256
 
 
-def estimate(cells):
+def seconds_per_token(config):
+    """Of training on one core of this machine: the second of two micro-batches, forward and backward."""
+    import torch
+
+    from model import LM
+    from runtime.distributed import autocast, pick_dtype
+
+    torch.set_num_threads(1)  # as many as a run has, where one runs on each core
+    device = torch.device("cpu")
+    config.dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
+    model = LM(config)
+    x = torch.randint(config.vocab_size, (config.micro_batch_size, config.block_size))
+    for _ in range(2):
+        began = time.perf_counter()
+        with autocast(config, device):
+            model(x, x, loss_only=True)[1].backward()
+    return (time.perf_counter() - began) / x.numel()
+
+
+def estimate(cells, timed=None):
     """Set parameters, embedding, tokens, flops and `seconds` of every cell; `seconds` estimates its share of the time
     left. Raises ConfigError if a config does not make a model.
+
+    timed: {(family, size): seconds per token on this machine}, to which small models that are not in it are added, as
+    FLOPs do not show the cost of a loop over time. If None, `seconds` follow from FLOPs.
     """
     import torch
 
@@ -425,6 +461,8 @@ def estimate(cells):
             except ValueError as error:
                 raise ConfigError(f"{c.argv[0]}: {error}") from None
             counted[key] = parameter_count(model), flops_per_token(model)["total"]
+            if timed is not None and key not in timed and counted[key][0]["total"] < 1e7:
+                timed[key] = seconds_per_token(sizes)
         parameters, per_token = counted[key]
         trained = (config.max_iters - c.at["from"]) * config.batch_tokens
         c.at["parameters"] = parameters["total"]
@@ -432,6 +470,8 @@ def estimate(cells):
         c.at["tokens"] = config.max_iters * config.batch_tokens
         c.at["flops"] = per_token * trained
         c.seconds = START_SECONDS + cpu_seconds(c.at["flops"], trained)
+        if timed and key in timed:
+            c.seconds = START_SECONDS + timed[key] * trained
 
 
 def whole_path(setting):
@@ -519,6 +559,7 @@ class Sweep(Experiment):
     estimated = " on cores of an AMD EPYC (Zen 4), and more where a search goes beyond its rates"
     too_long = "this takes years here; a plan for GPUs: --dry-run --gpus=8 --gpu=H100"
     sets = SET_BY_THE_SWEEP
+    timed = None  # {(family, size): seconds per token}, where runs go to this machine's CPU
     see = "FAMILY, --seeds, --budgets, --out"
 
     def run(self):
@@ -526,14 +567,15 @@ class Sweep(Experiment):
         if args.command == "law" and (args.gpu or not args.cluster and runner.visible_gpus()):
             args.command = "law_gpu"
         self.preset = self.chosen()
+        if not (args.gpu or args.cluster or runner.visible_gpus()):
+            self.timed = {}
         self.nproc = args.nproc or 1
         if (args.gpu or "gpus" in args.overrides) and not (args.gpu and args.dry_run):
             raise ConfigError("--gpus and --gpu plan for GPUs that need not be here: give --gpu=NAME and --dry-run")
-        if args.gpu and args.cluster:
-            raise ConfigError("--gpu plans all --gpus together: leave --cluster out; on Slurm, sbatch --nodes=N "
-                              "deploy/slurm.sh takes what torchrun train.py is given")
         if args.command == "paper" and not args.nproc:
             self.nproc = args.gpus if args.gpu else max(1, len(runner.visible_gpus()))
+            if args.cluster:  # gives a run one node
+                self.nproc = min(self.nproc, machine.PER_NODE)
         return super().run()
 
     def place(self):
@@ -554,7 +596,7 @@ class Sweep(Experiment):
         if not self.args.dry_run:
             check_data(expected)
         self.check_sizes(before)
-        estimate(expected)
+        estimate(expected, self.timed)
         return expected
 
     def sizes(self):
@@ -585,7 +627,7 @@ class Sweep(Experiment):
             self.go(reported_cells(part, find_rates(part, self.folder, self.go), self.folder))
 
     def go(self, cells):
-        estimate(cells)
+        estimate(cells, self.timed)
         super().go(cells)
 
     def report(self, folder, out=None):
@@ -598,12 +640,19 @@ class Sweep(Experiment):
     def say_plan(self, cells, jobs, where):
         if self.args.gpu:
             configs = [load(c.argv) for c in cells]
-            return machine.say_plan(cells, configs, self.args.gpu, self.args.gpus, self.nproc)
+            machine.say_plan(cells, configs, self.args.gpu, self.args.gpus, self.nproc)
+            if self.args.cluster:
+                print(f"{self.args.cluster}: a run is a job on one node: give --nproc={self.nproc} and its GPUs in "
+                      f"--cluster_args (slurm: gpus={self.nproc}; ray: num_gpus={self.nproc})")
+            return
+        if self.timed:
+            rates = [f"{model} {size} {1 / seconds:,.0f}" for (model, size), seconds in self.timed.items()]
+            self.estimated = f", more where a search goes beyond its rates; tokens/s, timed here: {', '.join(rates)}"
         super().say_plan(cells, jobs, where)
 
     def say_commands(self, cells):
         """For the preset paper, print the commands of all cells, for a node of --gpus GPUs."""
-        if not cells or self.args.command != "paper":
+        if not cells or self.args.command != "paper" or self.args.cluster:
             return super().say_commands(cells)
         for c in cells:
             print(machine.torchrun(self.args.gpus), *c.command(self.folder)[1:])
@@ -635,8 +684,10 @@ class Sweep(Experiment):
         families = {}  # the command line's settings are for all
         for family, fields in preset.families.items():
             families[family] = {key: value for key, value in fields.items() if key not in changes}
-        return replace(preset, sizes=sizes, models=models, families=families,
-                       args=(*preset.args, *map(whole_path, args.others)))
+        preset = replace(preset, sizes=sizes, models=models, families=families,
+                         args=(*preset.args, *map(whole_path, args.others)))
+        check_configs(preset)
+        return preset
 
 
 main = Sweep.main

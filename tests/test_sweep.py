@@ -29,6 +29,7 @@ from common.errors import ConfigError
 from experiments import report, sweep
 from experiments.sweeps import engines, runner
 from experiments.sweeps.runner import Cell
+from model import FAMILIES, SwiGLU
 from runtime import records
 from runtime.records import BadRecord, is_finished
 
@@ -387,6 +388,26 @@ def test_the_numbers_of_a_plan_at_budgets_that_do_not_divide(capsys):
     assert about.startswith("about 67 min on cores")
 
 
+def test_the_hours_of_a_loop_over_time_are_timed(monkeypatch, capsys):
+    """By a clock that only a mixer moves, 3 s in each of two layers, of which one micro-batch counts."""
+    now = [0]
+
+    class Slow(SwiGLU):
+        def forward(self, x, state=None):
+            now[0] += 3
+            return super().forward(x)
+
+    monkeypatch.setattr(sweep.time, "perf_counter", lambda: now[0])
+    monkeypatch.setitem(FAMILIES, "mamba", [Slow])
+    plan = sweep.Sweep(["duel", "longhorn", "mamba"])
+    plan.timed = {("longhorn", "460K"): 1e-3}
+    cells = every_cell(chosen("duel", "longhorn", "mamba", "--sizes=460K"))
+    sweep.estimate(cells, plan.timed)
+    assert (cells[0].seconds, cells[-1].seconds) == pytest.approx((8 + 512 * 1.024, 8 + (256 - 205) * 6))
+    plan.say_plan(cells, 2, "2 CPU core(s)")
+    assert capsys.readouterr().out.endswith("tokens/s, timed here: longhorn 460K 1,000, mamba 460K 171\n")
+
+
 def plan_for(capsys, *argv):
     """{(family, size): [micro-batch, memory, share, time]} of the paper's plan; the lines below it; the commands."""
     assert sweep.main(["paper", "longhorn", "mamba", "--dry-run", *argv]) == 0
@@ -423,6 +444,9 @@ def test_a_plan_for_gpus_that_are_named_and_not_here(capsys, monkeypatch):
     rows, _, commands = plan_for(capsys, "--gpu=B200", "--gpus=64", "--sizes=120M")
     assert rows["longhorn", "120M"][2] == "10%, measured"  # with 8 sequences
     assert "torchrun --nnodes=8 --node_rank=$RANK --master_addr=$HOST --nproc_per_node=8 train.py" in commands[0]
+    _, rest, _ = plan_for(capsys, "--gpu=H200", "--gpus=64", "--cluster=slurm")
+    assert "on 64 x H200, 8 at a time" in rest[0] and "--nproc_per_node=8 train.py" in rest[-1]
+    assert "(slurm: gpus=8; " in rest[3]
     _, rest, _ = plan_for(capsys)
     assert rest[-1].endswith("--dry-run --gpus=8 --gpu=H100")  # a CPU is no machine for the paper
 
@@ -681,7 +705,7 @@ laptop gla gla@batch_tokens=512 --dry-run   such runs are not compared
 laptop gla@step=exact,b --dry-run           unknown
 paper --gpu=H100                            give --gpu=NAME and --dry-run
 paper --dry-run --gpus=8                    --gpu=NAME
-paper --dry-run --gpu=H100 --cluster=slurm  sbatch --nodes=N deploy/slurm.sh
+paper rwkv4 --dry-run --gpu=H100            config/rwkv4_120m.py, config/rwkv4_350m.py does not exist
 paper gla --dry-run --gpu=K80               --gpu=K80: known are H200, H100 PCIe
 paper gla --dry-run --gpu=H100 --gpus=6     6 GPUs cannot share the 512 sequences of a step
 paper gla --dry-run --gpu=H100 --nproc=16   --nproc=16: more than --gpus=8

@@ -92,8 +92,9 @@ def say_plan(cells, configs, gpu, count, nproc):
           f"about {runner.hours(sum(cell.seconds for cell in cells) / at_once)} in all")
     if min(cell.seconds for cell in cells) < 60:
         print("a run of less than a minute takes longer: these times leave out its start, and waiting for Python")
-    print(f"measured: on one H200 (results/h200); assumed: {ASSUMED:.0%}, which small models do not reach; both are "
-          "shares of this GPU's peak, without communication and evaluations")
+    print(f"measured: on one H200 (results/h200); assumed: {ASSUMED:.0%}, which small models do not reach, and a "
+          "loop over time in Python not by far (time a family of your own there, with --max_iters=20); both are shares "
+          "of this GPU's peak, without communication and evaluations")
     bytes_per_token = 4 if configs[0].vocab_size > 2**16 else 2
     longest = max(cell.at["tokens"] for cell in cells) * bytes_per_token
     print(f"disk: {kept / 1e9:,.0f} GB for checkpoints; {longest / 1e9:,.0f} GB of tokens, so that the longest run "
