@@ -199,6 +199,8 @@ def prepare_layers(model, config):
     layers = getattr(model, "layers", [model])
     if config.compile:
         allow_graphs(64)
+        say("compiling in the first step: a minute; with a loop over time in Python many minutes, --compile=false "
+            "starts at once")
     for i, layer in enumerate(layers):
         if config.compile:
             layer.forward = torch.compile(layer.forward)
