@@ -29,7 +29,7 @@ from typing import Literal
 import configurator
 import sample
 from common import old_names
-from common.errors import ConfigError
+from common.errors import ConfigError, printable
 from configurator import Count, Minutes, Whole
 from data.tokenizer import Text, canonical
 from evaluation import tasks
@@ -91,7 +91,7 @@ def main(argv):
     if output is None:
         return
     results, block = output["results"], lm.config.block_size
-    print(tasks.results_table(results))
+    print(printable(tasks.results_table(results)))
     if set(tasks.PAPER) <= results.keys():
         print("\n" + tasks.table2(path.parent.name, results))
     if max(longest) > block and not config.max_length:

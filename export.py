@@ -267,7 +267,7 @@ def tokenizer_files(meta, vocab, with_code):
         tokenizer_json = text.tokenizer_json()
     except (ValueError, KeyError) as error:
         if meta.get("tokenizer"):
-            print(f"no tokenizer files: {error}", file=sys.stderr)
+            print(errors.printable(f"no tokenizer files: {error}"), file=sys.stderr)
         end = 50256 if meta.get("tokenizer") == "gpt2" else None
         return {}, end, end
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,

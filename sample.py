@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ def load_model(place, device="cpu"):
         lm.load_state_dict(weights)
     changed = code_since(path.parent, meta.get("code_versions"))
     if changed and distributed.rank() == 0:
-        print(changed, file=sys.stderr)
+        print(errors.printable(changed), file=sys.stderr)
     return lm.to(device).eval(), meta
 
 
@@ -102,7 +103,8 @@ def code_since(folder, versions=None):
                     f"{', then '.join(versions)}; so this may be another model")
         changed = changed_files(ran_in["code_files"], code_identity()["code_files"])
         changed = [path for path in changed if not path.startswith(MACHINERY)]
-        back = f"go back with git checkout {ran_in['commit']}" if ran_in["commit"] else "its commit is not recorded"
+        commit = shlex.quote(str(ran_in["commit"] or ""))
+        back = f"go back with git checkout {commit}" if ran_in["commit"] else "its commit is not recorded"
         edited = " (it had uncommitted changes)" if ran_in["uncommitted_changes"] else ""
         if changed:
             return (f"the code has changed since {folder} was trained ({', '.join(changed)}), so this may be another "

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from common.errors import ConfigError, env_int, main_error
+from common.errors import ConfigError, env_int, main_error, printable
 from common.torch_private import allow_graphs, average_gradients
 from kernels.ops import same_documents
 from runtime import checkpoint as saved
@@ -71,7 +71,7 @@ def say(line):
     """Print a line on rank 0, unless it is empty."""
     if line and rank() == 0:
         with contextlib.suppress(OSError):  # stdout may go to a file on a full disk
-            print(line, flush=True)
+            print(printable(line), flush=True)
 
 
 def world_size():

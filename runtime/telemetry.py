@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from common.errors import ConfigError, Stopped
+from common.errors import ConfigError, Stopped, printable
 from common.files import writing_to
 from common.gpus import peak_flops
 from runtime import checkpoint, distributed
@@ -48,7 +48,7 @@ class Telemetry:
         if not self.is_main:
             return
         if self.bar is not None:
-            self.bar.write(text)
+            self.bar.write(printable(text))
         else:
             distributed.say(text)
 

@@ -178,7 +178,7 @@ def test_code_that_changed_since_the_training_is_said(tmp_path):
     """But not code that only trains, which no program that loads the model runs."""
     out = make_run(tmp_path / "run")
     files = {**records.code_identity()["code_files"], "train.py": "another"}
-    environment = {"commit": "0123abc", "uncommitted_changes": True, "code": "v2abc", "code_files": files}
+    environment = {"commit": "$(id)\x1b", "uncommitted_changes": True, "code": "v2abc", "code_files": files}
 
     def after(config):
         (out / "config.json").write_text(config)
@@ -195,5 +195,5 @@ def test_code_that_changed_since_the_training_is_said(tmp_path):
         after(json.dumps({"environment": environment, "code_versions": ["v2old", "v2abc"]}))
         assert ("belongs to another run" in sample.code_since(out, versions)) == is_other
     line = edited("model.py")
-    assert "(model.py)" in line and line.endswith("git checkout 0123abc (it had uncommitted changes)")
-    assert line in run(out_dir=out, max_new_tokens=1).err.splitlines()
+    assert "(model.py)" in line and line.endswith("git checkout '$(id)\x1b' (it had uncommitted changes)")
+    assert errors.printable(line) in run(out_dir=out, max_new_tokens=1).err.splitlines()
