@@ -426,10 +426,21 @@ def edited(leave, tmp_path, monkeypatch):
     return edited
 
 
+getsource = functools.cache(export.inspect.getsource)
+
+
+@functools.cache
+def modelling_code(root, code=export.modelling_code):
+    return code()
+
+
 @pytest.fixture(autouse=True)
 def as_committed(tmp_path, monkeypatch):
-    """Only one test checks the hashes in export.py; transformers copies code to a folder of the test."""
+    """Only one test checks the hashes in export.py; transformers copies code to a folder of the test. Sources are read
+    once: Python parses a file anew for each class in it."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(export.inspect, "getsource", getsource)
+    monkeypatch.setattr(export, "modelling_code", lambda: modelling_code(export.ROOT))
     monkeypatch.setattr(export, "COMMITTED", {family: export.source_hash(tiny(family)) for family in PARITY})
 
 
