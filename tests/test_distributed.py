@@ -83,10 +83,11 @@ def counts_graphs(argv):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_compiled_layer_is_one_graph_on_several_processes(launch, data, out, parallel):
     """One for training and one for evaluation. The losses equal those without torch.compile to the bit."""
-    how = {"parallel": parallel, "micro_batch_size": 6, "max_iters": 2, "eval_interval": 0, "final_eval_tokens": 64}
+    how = {"parallel": parallel, "micro_batch_size": 6, "max_iters": 2, "eval_interval": 0, "final_eval_tokens": 64,
+           "pattern": "mamba,rwkv", "n_layer": 2}
     launch(arguments(data, out.with_name("eager"), MIXED, **how), 2).succeed()
     said = launch(arguments(data, out, MIXED, compile=True, **how), 2, main=counts_graphs).succeed().said()
-    assert "graphs 6\n" in said, said
+    assert "graphs 4\n" in said, said
     assert losses(out) == losses(out.with_name("eager"))
 
 
