@@ -41,24 +41,24 @@ POINTS = ("run", *records.KINDS["scaling"].place, "parameters", "embedding", "to
           "left_out")
 
 LOSSES = """\
-Nats per token, mean \u00b1 standard deviation over seeds (number of seeds), on all {files} held-out files; the learning
-rates were chosen on the first half of them, with other seeds. Where the data does not mark files, eight equal stretches
-stand in for them. Every run decayed its learning rate to 0.
+Nats per token, mean \u00b1 standard deviation over seeds (number of seeds), on all {files} held-out files. The learning
+rates were chosen on the first half of these files, with other seeds. Data that does not mark files is divided into
+eight equal parts instead. Every run decayed its learning rate to 0.
 Bold: significantly below all other families of its size (5%, with Holm's correction)."""
 LOSS_COLUMNS = {
     "family": "{name}", "size": "{size}", "parameters": "{N}", "tokens": "{D}",
     "loss": "{mark}{mean:.4f}{spread} ({seeds})", "bits per byte": "{bits:.4f}", "learning rate": "{rate:g}",
     "tokens/s": "{speed:,.0f}", "the paper's": "{paper:.3f}"}
 DIFFERENCES = """\
-In brackets: 95% intervals, over seeds, held-out files and the choice of the learning rates: SE times the quantile of
-Student's t with these degrees of freedom on either side. The squares of the three parts add up to that of the SE; a
-part of files that is estimated below 0 is shown as 0. Tokens: the first family needs this many times the other's tokens
+Brackets hold 95% intervals over seeds, held-out files and the choice of the learning rates: SE times the quantile of
+Student's t with these degrees of freedom, either way. The squares of the three parts add up to that of the SE; a part
+of the files that is estimated below 0 is shown as 0. Tokens: the first family needs this many times the other's tokens
 to reach the other's loss at the budget in the row, read off the better one's curve over budgets; below 1 the first is
-better. FLOPs and seconds: the same, times the cost per token of each; compare seconds only between runs on an otherwise
-idle machine. If the interval contains 1, the two cannot be told apart and are equal within its ends. The intervals are
-per pair; p is corrected by Holm's method for all pairs of this page. Where the search does not show the error of the
-chosen rates, the interval lacks it, and that part is nan. Per doubling: how the difference changes with twice the
-tokens. Only the learning rate was tuned per family."""
+better. FLOPs and seconds: the same, times the cost per token of each. Compare seconds only between runs on an otherwise
+idle machine. If the interval contains 1, the two cannot be told apart, and are equal within its ends. Intervals are per
+pair; p is corrected by Holm's method for all pairs of this page. Where the search does not show the error of the chosen
+rates, the interval lacks it, and that part is nan. Per doubling: how the difference changes with twice the tokens. Only
+the learning rate was tuned per family."""
 NATS = "{mean:+.4f} ({low:+.4f} .. {high:+.4f})"
 SPAN = {}  # of tokens, FLOPs and seconds: 0.98 (0.95 .. 1.01)
 for cost in ("tokens", "FLOPs", "seconds"):

@@ -97,7 +97,7 @@ def test_the_order_is_the_one_that_past_runs_saw(n, per_step, seed, steps):
 
 
 def test_documents_of_the_validation_split(tmp_path):
-    """As meta.json lists them, or behind each separator; eight equal stretches where there are fewer, and at most
+    """As meta.json lists them, or behind each separator; eight equal parts where there are fewer, and at most
     64."""
     def starts(lengths, **meta):
         val = np.concatenate([np.append(np.full(n - 1, 97), 0) for n in lengths])
