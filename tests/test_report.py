@@ -239,6 +239,12 @@ def test_a_run_of_other_windows_is_left_out_and_one_of_another_commit_with_the_s
     change(tmp_path / VICTIM / "config.json", config__block_size=512, config__eval_block_size=0)
     change(tmp_path / "plan.json", **{f"cells__{VICTIM}__context": 512})
     assert_left_out(tmp_path, names, "tokens per window 512 where most have 256")
+    for name in names:
+        if name.startswith("mamba"):  # a whole family, in both files
+            change(tmp_path / name / "config.json", config__dtype="bfloat16")
+            change(tmp_path / name / "result.json", dtype="bfloat16")
+    runs = records.read(tmp_path)
+    assert set(runs.left_out[runs.model == "mamba"]) == {"not comparable: dtype bfloat16 where most have float32"}
 
 
 @pytest.mark.parametrize("text", [
