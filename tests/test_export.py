@@ -681,9 +681,9 @@ def test_the_native_kernels_serve_where_the_repository_is_importable(leave, tmp_
     leave(lm)
     theirs = read(tmp_path / "hf")
     assert counting.computed_by(theirs.model) == counting.computed_by(lm) and type(theirs.model).__module__ != "model"
-    assert torch.equal(theirs(TOKENS).logits, lm(TOKENS)[0])
+    close(theirs(TOKENS).logits, lm(TOKENS)[0], 1e-6)
     theirs.save_pretrained(tmp_path / "again")  # and back
-    assert torch.equal(export.load(tmp_path / "again")(TOKENS)[0], lm(TOKENS)[0])
+    close(export.load(tmp_path / "again")(TOKENS)[0], lm(TOKENS)[0], 1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -737,7 +737,8 @@ def test_rows_of_unequal_length_are_read_as_if_alone(family, settings, code):
     for dtype in (torch.bfloat16, torch.float16):
         half, logits = in_code(code, lm.to(dtype)).to(dtype), lm(rows[0][None])[0]
         read = half(rows[0][None]).logits
-        assert read.dtype == dtype and torch.equal(read, logits) and logits.isfinite().all()
+        assert read.dtype == dtype
+        close(read, logits, 2 * torch.finfo(dtype).eps)  # a CPU's products may depend on where the memory begins
         half.generate(ids, attention_mask=mask, max_new_tokens=2, **GREEDY)
     if family == "longhorn,llama":
         beams = model.generate(ids, attention_mask=mask, max_new_tokens=4, num_beams=2, **GREEDY)
@@ -761,7 +762,7 @@ def test_what_else_transformers_asks_of_a_model(family, code):
         close(model(idx, logits_to_keep=keep).logits, kept, 1e-6)
         close(model(idx, logits_to_keep=keep, use_cache=True).logits, kept, 1e-5)
     (alone,) = model(idx, return_dict=False)
-    assert torch.equal(alone, logits)
+    close(alone, logits, 1e-6)
     loss = torch.nn.functional.cross_entropy(logits[0, :-1], idx[0, 1:])
     torch.testing.assert_close(model(idx, labels=idx).loss, loss)
     torch.testing.assert_close(model(idx, labels=idx, num_items_in_batch=26).loss, loss / 2)
