@@ -103,13 +103,14 @@ def write_jsonl(path, texts):
 
 
 def reference(units, text):
-    """{split: tokens} of units of documents, computed directly from the definition."""
+    """{split: tokens} of units of documents, computed directly from the definition; empty ones leave nothing."""
     splits = {"train": [], "val": []}
     for unit, texts in enumerate(units):
         for i, document in enumerate(texts):
             digest = hashlib.blake2b(f"{unit}/{i}".encode(), digest_size=8).digest()
             split = "val" if int.from_bytes(digest, "big") / 2**64 < 0.2 else "train"
-            splits[split] += [*text.encode_ordinary(document), text.eot_token]
+            if document:
+                splits[split] += [*text.encode_ordinary(document), text.eot_token]
     return splits
 
 
