@@ -693,12 +693,23 @@ def test_few_documents_are_divided(small_units, tmp_path, prepare, monkeypatch, 
 
 def test_files_named_val_are_held_out_and_empty_documents_are_counted(small_units, tmp_path, prepare, capsys):
     lines = '{"text": "one"}\n{"text": null}\n{"text": ""}\n'
-    write_files(tmp_path / "in", {"other.txt": "two", "train-0.jsonl": lines, "Val/a.txt": "three", "test.txt": "4"})
+    write_files(tmp_path / "in", {"train.txt": "two", "train-0.jsonl": lines, "Val/a.txt": "three", "test.txt": "4"})
     tokens = prepare(files=[tmp_path / "in"])
-    assert text_of(tokens.train) == b"two\0one\0" and {*text_of(tokens.val).split(b"\0")} == {b"three", b"4", b""}
+    assert text_of(tokens.train) == b"one\0two\0" and {*text_of(tokens.val).split(b"\0")} == {b"three", b"4", b""}
     assert tokens.meta["splits"]["train"]["documents"] == 2
     said = capsys.readouterr().err
     assert "held out for their names, and no others: 2 files" in said and "2 empty documents of train" in said
+
+
+def test_separators_and_names_of_files_named_val(tmp_path, prepare, capsys):
+    """A separator that is missing is said; beside files of other names, as in code, train and test mean nothing."""
+    folder = tmp_path / "in"
+    write_files(folder, {"train.txt": "a<|endoftext|>b", "test.txt": "c"})
+    rejected(lambda: prepare(files=[folder], separator="<none>"), "is in none of the files")
+    prepare(files=[folder], out=tmp_path / "named")
+    assert "<|endoftext|> occurs in the text 1 times" in capsys.readouterr().err
+    write_files(folder, {"model.txt": "d" * 99})
+    assert len(prepare(files=[folder]).val) > 9 and "held out for their names" not in capsys.readouterr().err
 
 
 def test_a_folder_is_read_through(tmp_path, prepare, capsys):

@@ -94,20 +94,20 @@ def few_documents(units, reading, fraction):
     counts, chars, marks = dict.fromkeys(SPLITS, 0), 0, 0
     for unit, source in enumerate(units):
         number = 0
-        unmarked = isinstance(source, list) and reading.kind(source[0]) == "text" and not reading.separator
+        texts = isinstance(source, list) and reading.kind(source[0]) == "text"
         for official, text, end in documents(source, reading):
             counts[split_of(official, f"{unit}/{number}", fraction)] += end and text != ""
             chars += len(text)
-            marks += unmarked and text.count(USUAL_MARK)
+            marks += texts and not reading.separator and text.count(USUAL_MARK)
             number += end
-            if official or min(counts.values()) >= FEW:
+            if official and not texts or min(counts.values()) >= FEW:
                 return None
     if reading.separator and sum(counts.values()) <= sum(map(len, units)):
         raise DataError(f"--separator={reading.separator!r} is in none of the files: copy it from one, or leave it out")
     if marks:
         print(f"{USUAL_MARK} occurs in the text {marks:,} times and is read as text: --separator='{USUAL_MARK}' lets "
               "it end documents of .txt files", file=sys.stderr)
-    return chars
+    return None if reading.held_out else chars
 
 
 def characters_to_train_on(chars, fraction):
@@ -365,13 +365,12 @@ def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=
 
 
 def held_out_by_name(paths, shuffle):
-    """Those of the paths that are called val beside others that are called train, which it says; shuffled: none."""
-    found = {}
-    for path in paths:
-        for name in path.parent.name, re.split("[-.]", path.name)[0]:  # val/a.txt, val.txt, val-00000-of-00002.parquet
-            found.setdefault(name.lower(), set()).add(path)
-    held_out = set().union(*(found.get(name, ()) for name in OFFICIAL))
-    if shuffle is not None or not held_out or "train" not in found:
+    """Those of the paths that are called val, if all others are called train, which it says; shuffled: none. In other
+    folders, as of code, such names are chance."""
+    called = lambda path: {path.parent.name.lower(), re.split("[-.]", path.name.lower())[0]}  # val/a, val-00000-of-2
+    held_out = {path for path in paths if called(path) & {*OFFICIAL}}
+    others = paths.keys() - held_out
+    if shuffle is not None or not held_out or not others or not all("train" in called(path) for path in others):
         return set()
     print(f"held out for their names, and no others: {len(held_out):,} files ({min(held_out)})", file=sys.stderr)
     return held_out
