@@ -82,7 +82,7 @@ optim -> optimizer
 torch_compile -> compile
 no_compile -> compile=False
 gradient_checkpointing activation_checkpointing -> recompute=block
-parallel=fsdp?* strategy=*fsdp* fsdp deepspeed zero_stage -> parallel=fsdp
+parallel=fsdp?* strategy=*fsdp* strategy=deepspeed* fsdp deepspeed zero_stage -> parallel=fsdp
 strategy -> parallel
 gpus num_gpus n_gpus devices num_nodes nproc_per_node -> start it with torchrun --standalone --nproc_per_node=GPUS
 device_type -> device
@@ -184,7 +184,7 @@ def check(reader):
     lines, before = [], ""
     for where, key, value, row in reader.mistakes:
         line = value if key is None else about(reader, key, value, row, numbers, bool(where))
-        if row == "micro_batch_size" and "batch_tokens" not in said:
+        if row == "micro_batch_size" and "batch_tokens" not in said and numbers["batch_tokens"]:  # 0: by images
             whole = about(reader, key, value, ("batch_tokens", "block_size"), numbers, bool(where))
             line += f" and, for one of them per step,{whole.partition(':')[2]}"
         lines.append(line if where == before else where + line)
@@ -205,8 +205,9 @@ def about(reader, key, value, row, numbers, in_file):
     if isinstance(row, tuple):
         row, *factors = row
         try:
-            value = math.prod(int(n) for n in (value, *(numbers[factor] for factor in factors)))
-        except (ValueError, TypeError):
+            value = math.prod(float(n) for n in (value, *(numbers[factor] for factor in factors)))
+            value = round(value) if reader.settings[row].kind is int else float(f"{value:.12g}")
+        except (ValueError, TypeError, OverflowError):
             row = f"give {row} = {key} x " + " x ".join(factors)
     if " " in row:
         return f"{known}: {row}"

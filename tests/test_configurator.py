@@ -223,7 +223,7 @@ train.py --dtype=float16      type --dtype=bfloat16
 train.py --num_steps=9        type --max_iters=9
 train.py --d_model=64         type --n_embd=64
 train.py --config=longhorn_laptop   give the config file alone
-train.py --warmup_ratio=0.1   give warmup_iters = warmup_ratio x max_iters
+train.py --warmup_ratio=1%    give warmup_iters = warmup_ratio x max_iters
 train.py --total_batch_size=9  type --batch_tokens=9
 train.py --matrix_lr=0.02     has no counterpart
 train.py --do_train           leave it out
@@ -337,6 +337,9 @@ train.py --dry-run                               unknown key '--dry_run': python
 train.py --file=train_gpt2                       unknown key '--file'; --help
 train.py --batch_size=8    type --micro_batch_size=8 and, for one of them per step, type --batch_tokens=8192
 train.py --batch_size=8 --global_batch_size=16   micro_batch_size=8; unknown key '--global_batch_size': type --batch
+train.py --final_lr_frac=1 --learning_rate=6e-4  unknown key '--final_lr_frac': type --min_lr=0.0006
+train.py --warmup_ratio=.05 --steps=4800         unknown key '--warmup_ratio': type --warmup_iters=240
+experiments/vision/classify.py --batch_size=8 --x=1   type --micro_batch_size=8; unknown key '--x'
 train.py --keep_steps=3,x                        keep_steps 3,x: expected comma-separated step numbers
 train.py --min_lr=1                              min_lr 1.0 is above learning_rate 0.0006
 train.py --warmup_iters=9 --max_iters=9          warmup_iters 9 must be below max_iters 9
