@@ -16,9 +16,10 @@ SHORT_SPIN = {"GOMP_SPINCOUNT": "3000", "KMP_BLOCKTIME": "1"}
 
 
 def leave(number, _):
-    """End the program, which has not begun, with a line."""
+    """End the program, which has not begun, with a line and by this signal: a shell's loop then ends with it."""
     os.write(2, f"{signal.Signals(number).name}: ended before it began\n".encode())
-    os._exit(128 + number)
+    imported()
+    signal.raise_signal(number)
 
 
 def imported():
