@@ -499,20 +499,19 @@ def beyond(there, model, kind):
     """What else transformers' model has that its LLaMA or Mamba has not, in words: factors of its config, and modules
     with other code. There may be harmless ones: they say why logits differ, not that they do."""
     plain = getattr(quiet_transformers(), ARCHITECTURES[kind])
-    usual = plain.config_class().to_dict()
-    more = [f"{key}={value}" for key, value in there.to_dict().items() if key not in usual and isinstance(value, float)]
-    prefixes = [cls.__name__.removesuffix("ForCausalLM") for cls in (type(model), plain)]
-    leaves = {type(module) for module in model.modules() if not any(module.children())}
-    for cls in sorted(leaves, key=str):
-        alike = getattr(sys.modules[plain.__module__], cls.__name__.replace(*prefixes), torch.nn.Module)
-        if cls.__module__ == type(model).__module__ and cls.forward.__code__.co_code != alike.forward.__code__.co_code:
-            more.append(f"the module {cls.__name__}")
-    return more
+    usual = plain.config_class(num_hidden_layers=1)
+    with torch.device("meta"):
+        known = {module.forward.__code__.co_code for module in plain(usual).modules()}
+    others = {type(module).__name__ for module in model.modules() if not any(module.children())
+              and type(module).__module__ == type(model).__module__ and module.forward.__code__.co_code not in known}
+    return [*(f"{key}={value}" for key, value in there.to_dict().items()
+              if key not in usual.to_dict() and isinstance(value, float) and value not in (0, 1)),
+            *(f"the module {name}" for name in sorted(others))]
 
 
 def weight_files(folder):
     """The files of a folder's weights. Raises ConfigError if there are none, or one is damaged or quantised."""
-    files = sorted(folder.glob("model[.-]*safetensors"))
+    files = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("model-*.safetensors"))  # as transformers
     if not files:
         raise ConfigError(f"{folder}/model.safetensors: there are no weights to read (a pickle such as "
                           "pytorch_model.bin could run code and is not opened: transformers' from_pretrained(..) and "

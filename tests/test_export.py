@@ -281,6 +281,16 @@ def test_quantised_weights_are_refused(tmp_path):
     tensors["embed.weight"] = tensors["embed.weight"].to(torch.int8)
     quantised = folder_of(tmp_path / "int8", config, tensors)
     refused(run(from_hf=quantised, out_dir=tmp_path / "out"), "model.safetensors: the tensor embed.weight is I8")
+    beside = folder_of(tmp_path / "beside", *to_hf(tiny()))  # transformers reads model.safetensors alone, too
+    shutil.copy(quantised / "model.safetensors", beside / "model-00001-of-00002.safetensors")
+    assert run(from_hf=beside, out_dir=tmp_path / "out").code == 0
+
+
+def test_factors_that_change_nothing_are_no_reasons():
+    there = transformers.GraniteConfig(num_hidden_layers=1, residual_multiplier=0.3)
+    with torch.device("meta"):
+        model = transformers.GraniteForCausalLM(there)
+    assert export.beyond(there, model, "llama") == ["residual_multiplier=0.3"]
 
 
 def test_nothing_is_overwritten_unasked(tmp_path, monkeypatch):
