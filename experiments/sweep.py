@@ -170,14 +170,13 @@ def config_file(model, config):
 
 def check_configs(preset):
     """Raises ConfigError that names all config files that are missing, of any family at any size."""
-    missing = {}
-    for model, size in itertools.product(preset.models, preset.sizes.values()):
-        name = config_file(model, size.config)
-        if not (REPO / name).exists():
-            missing[name] = size.config
-    for config in missing.values():
-        known = sorted(p.stem.removesuffix(f"_{config}") for p in REPO.glob(f"config/*_{config}.py"))
-        raise ConfigError(f"{', '.join(missing)} does not exist: write it as config/longhorn_{config}.py, with its own "
+    configs = list(dict.fromkeys(size.config for size in preset.sizes.values()))
+    names = dict.fromkeys(config_file(*both) for both in itertools.product(preset.models, configs))
+    missing = [name for name in names if not (REPO / name).exists()]
+    if missing:
+        one = configs[0]
+        known = sorted(p.stem.removesuffix(f"_{one}") for p in REPO.glob(f"config/*_{one}.py"))
+        raise ConfigError(f"missing: {', '.join(missing)}; write each as config/longhorn_{one}.py, with its own "
                           f"model = NAME, or choose families of {', '.join(known)}")
 
 
@@ -187,16 +186,16 @@ def base_arguments(preset, model, size):
     """
     s = preset.sizes[size]
     family = stem(model)
-    rest = re.search("[*,]", family)
     name = config_file(model, s.config)
     argv = [name, *s.argv, *preset.args]
     if family in s.mlp:
         argv.append(f"--mlp_multiple={s.mlp[family]}")
-    if rest:
+    is_pattern = re.search("[*,]", family)
+    if is_pattern:
         argv.append(f"--pattern={family}")
     argv += label_settings(model)
     config = load(argv)
-    if not rest and config.model != family:
+    if not is_pattern and config.model != family:
         raise ConfigError(f"{name} sets model to {config.model}: write model = {family!r} there")
     return argv
 
@@ -401,6 +400,7 @@ def find_rates(preset, folder, go, plan_only=False):
     return rates
 
 
+BEYOND = ", and more where a search goes beyond its rates"
 START_SECONDS = 8.0  # imports, the check at the start, the evaluation
 
 
@@ -417,7 +417,7 @@ def vocabulary(dataset):
 
 
 def seconds_per_token(config):
-    """Of training on one core of this machine: the second of two micro-batches, forward and backward."""
+    """Of training on one core of this machine: the fastest of three micro-batches, forward and backward."""
     import torch
 
     from model import LM
@@ -428,11 +428,13 @@ def seconds_per_token(config):
     config.dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
     model = LM(config)
     x = torch.randint(config.vocab_size, (config.micro_batch_size, config.block_size))
-    for _ in range(2):
+    seconds = []
+    for _ in range(3):  # the first also warms up, and another program may slow any of them down
         began = time.perf_counter()
         with autocast(config, device):
             model(x, x, loss_only=True)[1].backward()
-    return (time.perf_counter() - began) / x.numel()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds) / x.numel()
 
 
 def estimate(cells, timed=None):
@@ -556,7 +558,7 @@ class Sweep(Experiment):
     script = "experiments/sweep.py"
     settings = dict.fromkeys(PRESETS, SweepRun) | {"report": SweepReport}
     columns = ("model", "size", "context", "parameters", "tokens", "stage", "learning_rate")
-    estimated = " on cores of an AMD EPYC (Zen 4), and more where a search goes beyond its rates"
+    estimated = f" on cores of an AMD EPYC (Zen 4){BEYOND}"
     too_long = "this takes years here; a plan for GPUs: --dry-run --gpus=8 --gpu=H100"
     sets = SET_BY_THE_SWEEP
     timed = None  # {(family, size): seconds per token}, where runs go to this machine's CPU
@@ -647,7 +649,8 @@ class Sweep(Experiment):
             return
         if self.timed:
             rates = [f"{model} {size} {1 / seconds:,.0f}" for (model, size), seconds in self.timed.items()]
-            self.estimated = f", more where a search goes beyond its rates; tokens/s, timed here: {', '.join(rates)}"
+            are_timed = self.timed.keys() >= {(c.at["model"], c.at["size"]) for c in cells}
+            self.estimated = f"{BEYOND if are_timed else Sweep.estimated}; tokens/s, timed here: {', '.join(rates)}"
         super().say_plan(cells, jobs, where)
 
     def say_commands(self, cells):

@@ -255,7 +255,7 @@ REFUSED = """
 --checkpoint run more/run                      2 folders of 1 names
 --checkpoint no                                no checkpoint
 report .                                       holds no sweep
-run --preset=laptop nothing                    config/nothing_laptop.py does not exist
+run --preset=laptop nothing                    missing: config/nothing_laptop.py; write
 """
 
 

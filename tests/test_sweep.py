@@ -389,12 +389,12 @@ def test_the_numbers_of_a_plan_at_budgets_that_do_not_divide(capsys):
 
 
 def test_the_hours_of_a_loop_over_time_are_timed(monkeypatch, capsys):
-    """By a clock that only a mixer moves, 3 s in each of two layers, of which one micro-batch counts."""
-    now = [0]
+    """By a clock that only a mixer moves, in each of two layers; the fastest of three micro-batches counts."""
+    now, takes = [0], iter([9, 9, 3, 3, 5, 5])
 
     class Slow(SwiGLU):
         def forward(self, x, state=None):
-            now[0] += 3
+            now[0] += next(takes)
             return super().forward(x)
 
     monkeypatch.setattr(sweep.time, "perf_counter", lambda: now[0])
@@ -404,8 +404,12 @@ def test_the_hours_of_a_loop_over_time_are_timed(monkeypatch, capsys):
     cells = every_cell(chosen("duel", "longhorn", "mamba", "--sizes=460K"))
     sweep.estimate(cells, plan.timed)
     assert (cells[0].seconds, cells[-1].seconds) == pytest.approx((8 + 512 * 1.024, 8 + (256 - 205) * 6))
-    plan.say_plan(cells, 2, "2 CPU core(s)")
-    assert capsys.readouterr().out.endswith("tokens/s, timed here: longhorn 460K 1,000, mamba 460K 171\n")
+    for larger in False, True:  # a larger model is not timed
+        cells[-1].at["model"] = "llama" if larger else "mamba"
+        plan.say_plan(cells, 2, "2 CPU core(s)")
+        said = capsys.readouterr().out
+        assert said.endswith("; tokens/s, timed here: longhorn 460K 1,000, mamba 460K 171\n")
+        assert ("AMD" in said) == larger
 
 
 def plan_for(capsys, *argv):
@@ -694,7 +698,7 @@ duel longhorn longhorn*3,llama --dry-run    no llama in 2 layers; set n_layer to
 duel gla                                    give two families
 duel gla gla@block_size=512 --dry-run       eval_block_size at 460K is 256 in gla's config and 512 in
 duel gla@a gla@b --dry-run                  gla@WORD twice: both would have the same seeds
-laptop nothing                              config/nothing_laptop.py does not exist
+laptop nothing                              missing: config/nothing_laptop.py; write
 laptop --budgets=28 --dry-run               warmup of 26 and decay of 6 steps are more than max_iters 28
 laptop --sizes=120M                         there are 460K, 1.5M; give one of them, or another label with its settings
 laptop --sizes=460K:n_layer=2               or another label
@@ -705,7 +709,7 @@ laptop gla gla@batch_tokens=512 --dry-run   such runs are not compared
 laptop gla@step=exact,b --dry-run           unknown
 paper --gpu=H100                            give --gpu=NAME and --dry-run
 paper --dry-run --gpus=8                    --gpu=NAME
-paper rwkv4 --dry-run --gpu=H100            config/rwkv4_120m.py, config/rwkv4_350m.py does not exist
+paper rwkv4 --dry-run --gpu=H100            missing: config/rwkv4_120m.py, config/rwkv4_350m.py; write each
 paper gla --dry-run --gpu=K80               --gpu=K80: known are H200, H100 PCIe
 paper gla --dry-run --gpu=H100 --gpus=6     6 GPUs cannot share the 512 sequences of a step
 paper gla --dry-run --gpu=H100 --nproc=16   --nproc=16: more than --gpus=8
