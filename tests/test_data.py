@@ -710,6 +710,12 @@ def test_separators_and_names_of_files_named_val(tmp_path, prepare, capsys):
     assert "<|endoftext|> occurs in the text 1 times" in capsys.readouterr().err
     write_files(folder, {"model.txt": "d" * 99})
     assert len(prepare(files=[folder]).val) > 9 and "held out for their names" not in capsys.readouterr().err
+    write_files(tmp_path / "swap", {"test/a.txt": "e" * 9, "train/a.txt": "f" * 9})
+    swap = functools.partial(prepare, files=[tmp_path / "swap"], out=tmp_path / "swapped")
+    assert text_of(swap().val) == b"eeeeeeeee\0"
+    (tmp_path / "swap/train").rename(tmp_path / "swap/val")
+    (tmp_path / "swap/test").rename(tmp_path / "swap/train")
+    rejected(swap, "from other inputs")
 
 
 def test_a_folder_is_read_through(tmp_path, prepare, capsys):

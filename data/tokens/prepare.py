@@ -107,7 +107,7 @@ def few_documents(units, reading, fraction):
     if marks:
         print(f"{USUAL_MARK} occurs in the text {marks:,} times and is read as text: --separator='{USUAL_MARK}' lets "
               "it end documents of .txt files", file=sys.stderr)
-    return None if reading.held_out else chars
+    return None if reading.splits else chars
 
 
 def characters_to_train_on(chars, fraction):
@@ -154,8 +154,8 @@ class Splitting:
 
 @dataclass
 class Piece:
-    """A piece of a document. before: the character before it, "" where the document begins; end: whether the document
-    ends with this piece."""
+    """A piece of a document. before: the character before it, "" where the document begins; end: whether a document
+    that is not empty ends with this piece."""
 
     split: str
     text: str
@@ -177,7 +177,7 @@ def in_batches(work, share, first, items):
                 batch.append(Piece(split, part, before))
                 chars += len(part)
                 before, last = part[-1:], split
-            batch[-1].end = end
+            batch[-1].end = end and text != ""
             if end:
                 before = ""
                 number += 1
@@ -220,8 +220,7 @@ def encode(text, batch, dtype):
         tokens, size, n, empty = [np.empty(0, dtype)], 0, 0, 0
         for piece, ids in zip(batch, arrays, strict=True):
             if piece.split == split:
-                ends = piece.end and piece.text != ""
-                tokens += [np.asarray(ids, dtype), np.array([text.eot_token] * ends, dtype)]
+                tokens += [np.asarray(ids, dtype), np.array([text.eot_token] * piece.end, dtype)]
                 size += len(piece.text.encode("utf-8", "surrogatepass"))
                 n += not piece.before
                 empty += not piece.text
@@ -329,7 +328,7 @@ def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=
         refuse_inside(out, files)
         units = local_units(files, reading)
     before = stamps(units)
-    reading.held_out = held_out_by_name(before, shuffle)
+    reading.splits = splits_by_name(before) if shuffle is None else {}
     if separator and not any(reading.kind(path) == "text" for path in before):
         raise DataError("--separator is for .txt files and those of --endings, and there are none")
     if canonical(tokenizer) == "char":
@@ -352,7 +351,7 @@ def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=
     inputs = [documents_from, text.name, text.table, text_column, fraction] + [shuffle] * (shuffle is not None)
     if any(how.values()):
         inputs.append(how)
-    inputs += map(os.path.basename, sorted(reading.held_out))
+    inputs += reading.splits.values()
     if reading.left_out:
         print(about(reading.left_out).removeprefix("; "), file=sys.stderr)
     recipe = {"source": source, "subset": subset, "files": files and [str(path) for path in files],
@@ -364,16 +363,18 @@ def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=
     return Work(units, text, meta, reading, Splitting(fraction, cut), before)
 
 
-def held_out_by_name(paths, shuffle):
-    """Those of the paths that are called val, if all others are called train, which it says; shuffled: none. In other
-    folders, as of code, such names are chance."""
-    called = lambda path: {path.parent.name.lower(), re.split("[-.]", path.name.lower())[0]}  # val/a, val-00000-of-2
-    held_out = {path for path in paths if called(path) & {*OFFICIAL}}
-    others = paths.keys() - held_out
-    if shuffle is not None or not held_out or not others or not all("train" in called(path) for path in others):
-        return set()
-    print(f"held out for their names, and no others: {len(held_out):,} files ({min(held_out)})", file=sys.stderr)
-    return held_out
+def splits_by_name(paths):
+    """{path: "train" or "val"} if all paths are called so, which it says; else {}: in other folders, as of code, such
+    names are chance."""
+    splits = {}
+    for path in paths:
+        called = {path.parent.name.lower(), re.split("[-.]", path.name.lower())[0]}  # val/a.txt, val-00000-of-00002
+        splits[path] = "val" if called & {*OFFICIAL} else "train" if "train" in called else None
+    if {*splits.values()} != {*SPLITS}:
+        return {}
+    held_out = [path for path in paths if splits[path] == "val"]
+    print(f"held out for their names, and no others: {len(held_out):,} files ({held_out[0]})", file=sys.stderr)
+    return splits
 
 
 def refuse_inside(out, files):

@@ -45,7 +45,7 @@ class Reading:
     encoding: str = None  # of text that is not UTF-8
     separator: str = None  # between the documents of a text
     endings: tuple = ()  # other files to read as text: .md, or wiki_* for names
-    held_out: set = frozenset()  # paths; with some, all others are to train on
+    splits: dict = field(default_factory=dict)  # {path: train or val}, if the files' names say so
     left_out: dict = field(default_factory=dict)  # {why: [number, first path]}
 
     def __post_init__(self):
@@ -218,8 +218,7 @@ def documents(unit, reading):
     """Yields (split or None, text, whether a document ends with it) for a unit, in order. Raises DataError."""
     if isinstance(unit, list):
         for path in unit:
-            split = "val" if path in reading.held_out else "train"
-            yield from ((split if reading.held_out else None, *item) for item in read_file(path, reading))
+            yield from ((reading.splits.get(path), *item) for item in read_file(path, reading))
         return
     split, opened = unit
     try:
