@@ -119,10 +119,7 @@ def write(path, record):
                 record[key] = {**old[key], **record[key]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
-    try:
-        write_json(path, record)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path} ({error.strerror}): the results are printed above") from None
+    write_json(path, record)
     print(f"wrote {path}")
 
 

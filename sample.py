@@ -68,11 +68,9 @@ def load_model(place, device="cpu"):
     path = checkpoint_at(place)
     tensors, meta = checkpoint.load(path)
     with checkpoint.fitting(path):
-        task = dict(meta["config"]).get("task")
-    if task == "images":
-        raise checkpoint.CheckpointError(f"{path} is an image classifier and cannot write text: result.json in its "
-                                         "folder has its accuracy")
-    with checkpoint.fitting(path):
+        if dict(meta["config"]).get("task") == "images":
+            raise checkpoint.CheckpointError(f"{path} is an image classifier and cannot write text: result.json in its "
+                                             "folder has its accuracy")
         for key, kind in {"tokenizer": str, "table": str, "step": int, "tokens": int, "data": dict}.items():
             value = meta.setdefault(key)
             if value is not None and not isinstance(value, kind):
@@ -103,8 +101,9 @@ def code_since(folder, versions=None):
                     f"{', then '.join(versions)}; so this may be another model")
         changed = changed_files(ran_in["code_files"], code_identity()["code_files"])
         changed = [path for path in changed if not path.startswith(MACHINERY)]
-        commit = shlex.quote(str(ran_in["commit"] or ""))
-        back = f"go back with git checkout {commit}" if ran_in["commit"] else "its commit is not recorded"
+        back = "its commit is not recorded"
+        if ran_in["commit"]:
+            back = f"go back with git checkout {shlex.quote(str(ran_in['commit']))}"
         edited = " (it had uncommitted changes)" if ran_in["uncommitted_changes"] else ""
         if changed:
             return (f"the code has changed since {folder} was trained ({', '.join(changed)}), so this may be another "

@@ -179,11 +179,11 @@ def _read_meta(folder):
         recipes = sorted(p.parent.name for p in Path(__file__).parent.glob("*/prepare.py"))
         raise DataError(f"there is no dataset folder {folder}: data/ can prepare {', '.join(recipes)}; or check "
                         "the path")
-    if not path.exists() and (folder / "plan.json").exists():
-        raise DataError(f"{folder} is only partly prepared (no meta.json): run the same command again")
-    if not path.exists() and any(folder.glob("train.[bn][ip][ny]")):
-        how += f", or if another program wrote its files, python data/adopt.py {shlex.quote(str(folder))}"
     if not path.exists():
+        if (folder / "plan.json").exists():
+            raise DataError(f"{folder} is only partly prepared (no meta.json): run the same command again")
+        if any(folder.glob("train.[bn][ip][ny]")):
+            how += f", or if another program wrote its files, python data/adopt.py {shlex.quote(str(folder))}"
         raise DataError(f"{folder} is not prepared (no meta.json): prepare it first ({how})")
     try:
         return {"tokenizer": None, **read_sealed(path)}

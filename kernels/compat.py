@@ -8,9 +8,7 @@ docs/kernels.md shows how to run Hugging Face's Mamba on it.
 
 import torch
 
-from kernels.scan import longhorn_scan, selective_scan
-
-__all__ = ["longhorn_scan", "selective_scan_fn"]
+from kernels.scan import longhorn_scan, selective_scan  # noqa: F401
 
 
 def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False,
