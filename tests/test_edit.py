@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import TINY, arguments, copied_tree, record, succeed
+from helpers import TINY, arguments, copied_tree, record, succeed, table
 from scipy import stats
 
 from common.files import write_text
@@ -256,33 +256,35 @@ def test_exit_codes_and_sentences(repo, run, changes, argv, code, words):
     assert ("33.3% of the edit's parameters start from other values" in said) == bool(more)
 
 
-CHANGES_ITSELF = "import atexit; atexit.register(open(__file__, 'a').write, '#')"
-REFUSED = [  # model.py of the edit, arguments, words of the line
-    (written(), [], "no file that training loads differs"),
-    ("SHIFT = ", [], "the edit does not start: SyntaxError"),
-    (written(FAILS="self-check: x", SEED="b"), [], "the edit does not run: train.py: error: self-ch"),
-    (f"{written()}\n{CHANGES_ITSELF}", [], "the edit was edited while "),
-    (written(DATA="other"), [], "train data of the edit: other, where earlier runs have d"),
-    (written(DTYPE="bfloat16"), [], "dtype of the edit: bfloat16, where earlier runs have float32"),
-    (written(BATCH=128), [], "batch_tokens of the edit: 128, where earlier runs have 64"),
-    (written(VARIES=0, NOISE=0.0), [], "the edit trains alike with seeds 1 and 2: let what "),
-    (written(ADDS=0.00006), [], "its loss is 2.00000 nats, and the cross-entropy of its logits 2.00006"),
-    (written(PEEKS=-0.5), [], "its loss is 2.5000 nats instead of 3.0000"),
-    (written(WINDOW=32), [], "eval_block_size is 16 in HEAD and 32 in the edit: give one for both"),
-    ("", ["/config/x.py"], "/config/x.py is not in "),
-    ("", ["--against=nowhere"], "--against=nowhere: there is no such commit"),
-    ("", ["a.patch"], "a.patch does not apply to "),
-    ("", ["HEAD", "."], "HEAD: no file that training loads differs"),
-    ("", ["--sizes=7B"], "--sizes=7B: there are 460K, 1.5M, config; give one of them"),
-    ("", ["--steps=4"], "steps 4 must be at least 8"),
-    ("", ["--seed=4"], "--seed=4: the sweep sets seed; see --steps"),
-]
+REFUSED = """
+# what the edit adds to model.py (-: nothing is edited), arguments, words of the line
+-                                   .                  no file that training loads differs
+SHIFT =                             .                  the edit does not start: SyntaxError
+FAILS, SEED = 'self-check: x', 'b'  .                  the edit does not run: train.py: error: self-ch
+import atexit; atexit.register(open(__file__, 'a').write, '#')
+    .  the edit was edited while
+DATA = 'other'                      .                  train data of the edit: other, where earlier runs have d
+DTYPE = 'bfloat16'                  .                  dtype of the edit: bfloat16, where earlier runs have float32
+BATCH = 128                         .                  batch_tokens of the edit: 128, where earlier runs have 64
+VARIES = NOISE = 0                  .                  the edit trains alike with seeds 1 and 2: let what
+ADDS = 0.00006      .  its loss is 2.00000 nats, and the cross-entropy of its logits 2.00006
+PEEKS = -0.5                        .                  its loss is 2.5000 nats instead of 3.0000
+WINDOW = 32         .  eval_block_size is 16 in HEAD and 32 in the edit: give one for both
+NOISE = 0                           /config/x.py       /config/x.py is not in
+NOISE = 0                           --against=nowhere  --against=nowhere: there is no such commit
+NOISE = 0                           a.patch            a.patch does not apply to
+NOISE = 0                           HEAD .             HEAD: no file that training loads differs
+NOISE = 0                           --sizes=7B         --sizes=7B: there are 460K, 1.5M, config; give one of them
+NOISE = 0                           --steps=4          steps 4 must be at least 8
+NOISE = 0                           --seed=4           --seed=4: the sweep sets seed; see --steps
+"""
 
 
-@pytest.mark.parametrize("text, argv, words", REFUSED)
-def test_mistakes_are_one_line_and_exit_code_2(repo, run, text, argv, words):
-    (repo / "model.py").write_text(text or written(SEED="b"))
-    code, said, result = run(*argv)
+@pytest.mark.parametrize("line, argv, words", table(REFUSED))
+def test_mistakes_are_one_line_and_exit_code_2(repo, run, line, argv, words):
+    if line != "-":
+        (repo / "model.py").write_text(f"{written()}\n{line}")
+    code, said, result = run(*argv.split())
     assert code == 2 and result is None
     assert words in said.splitlines()[-1] and said.splitlines()[-1].startswith("edit.py: error: "), said
 
