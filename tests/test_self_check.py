@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
-from helpers import arguments, succeed
+from helpers import arguments, succeed, table
 from operators import source_text, with_mistake
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -88,9 +88,8 @@ def stopped(lm, *args, **how):
 
 # ------------------------------------------------------------------------------------------------------------- edits
 
-PACK = {"documents": "pack"}
 LOGITS = {"loss_from_logits": True}
-CAP = "model.LM.forward", "F.linear(h, head.weight)  #", "15 * torch.tanh(F.linear(h, head.weight) / 15)  #"
+CAP = "model.LM.forward", "logits = F.linear(h, head.weight)", "logits = 15 * torch.tanh(F.linear(h, head.weight) / 15)"
 STEP = "kernels.scan._step_size", "(1 /", "(0.5 /"
 TRAINS = {  # what is edited: (family, function, line, instead, settings); the loss changes, and sampling follows
     "keys": (HYBRID, "model.Longhorn.scan", "(x, dt, k, q, self.D", "(x, dt, k / 2, q, None", {}),
@@ -106,102 +105,91 @@ GLA_STATE = "model.py: GLA.forward (GLA)" + STATE
 BESIDE = "model.py: GLA.forward (GLA) beside two different rows disagree by"
 AHEAD = "model.py: GLA.forward (GLA) before two different last tokens"
 PLAIN_GLA = "model.py: GLA.forward (GLA) with --backend=(empty) and with --backend=torch"
-Z_LOSS = ("llama", "model.LM.forward", "loss = cross_entropy(logits, targets)",
-          "loss = cross_entropy(logits, targets) + 1e-2 * logits.logsumexp(-1).square().mean()")
-STOPS = {  # what is edited: (family, function, line, instead, what the start says, settings)
-    # one of an operator's two bodies
-    "the step size of the loop": ("longhorn", *STEP, SCAN, {}),
-    "the bias of the loop has no gradient": (
-        HYBRID, "kernels.scan._loop", "dt = dt + dt_bias", "dt = dt + dt_bias.detach()", SCAN, {}),
-    "no number in the loop": ("mamba", "kernels.scan._loop", "y * F.silu(z)", "y * float('nan')",
-                              "longhorn_scan.cu and kernels/scan.py (selective_scan) disagree by", {}),
-    "the first tokens of documents": (
-        "mamba", "kernels.ops._conv_anew", "(F.silu(head)", "1.1 * (F.silu(head)", CONV, PACK),
-    "eps of the plain norm": ("llama", "model.rms_norm", "weight.to(x.dtype), eps", "weight.to(x.dtype), 2 * eps",
-                              "kernels/conv_norm.cu and kernels/ops.py (rms_norm)", {}),
-    "softmax of a hybrid's second family": (HYBRID, "kernels.ops._softmax_attention", "** -0.5", "** -0.4",
-                                            "kernels/ops.py: _softmax_attention (attention)", {}),
-    "a window one key too narrow": ("swa", "kernels.ops._windowed", "last - window + 1", "last - window + 2",
-                                    "kernels/ops.py: attention and", {}),
-    "a little of beta": (
-        "deltanet", "kernels.linear_attention._delta_rule", "wanted = b_c", "wanted = 0.997 * b_c", "(delta_rule)", {}),
-    "a mask of documents": (
-        "retnet", "kernels.linear_attention._retention", "n], same)", "n], None)", "(retention)", PACK),
-    "five chunks of a scan": ("mamba", "kernels.scan._loop", "y * F.silu(z)",
-                              "y * F.silu(z) * (1 if y.shape[1] < 60 else 1.1)", "(selective_scan) disagree by", {}),
-    "plain operators in training": (
-        "gla", "model.GLA.forward", "self.qk(x)", "self.qk(F.dropout(x, 0.1, self.training) * "
-        "(1.1 if self.training and self.backend == 'torch' else 1))", PLAIN_GLA, {}),
-    # the loss
-    "a cap of the logits": (HYBRID, *CAP, "model.py: LM.forward, the loss alone and the loss from logits", {}),
-    "a small z-loss": (HYBRID, "model.LM.forward", "loss = cross_entropy(logits, targets)",
-                       "loss = cross_entropy(logits, targets) + 1e-5 * logits.logsumexp(-1).square().mean()",
-                       "--loss_from_logits=true", {}),
-    "no gradients": ("llama", "kernels.ops._LinearCrossEntropy.forward", "targets, 0), train)",
-                     "targets, 0), train) * (1 if train else 1.01)", "with gradients and under torch.no_grad", {}),
-    "the mean over all targets": (
-        "llama", "kernels.ops._LinearCrossEntropy.forward", "counts.sum()", "counts.sum() * 0 + len(x)",
-        "kernels/ops.py: _LinearCrossEntropy (on a GPU kernels/loss.cu) and", {}),
-    "the last row alone": ("llama", "kernels.ops.log_probabilities", "loss_of_slice(*part, train)",
-                           "loss_of_slice(*part, train) * (1.1 if len(part[0]) == 1 else 1)",
-                           "kernels/ops.py: _LinearCrossEntropy (on a GPU kernels/loss.cu) and", {}),
-    "a term of the loss": (*Z_LOSS, "its loss and the cross-entropy of its logits, disagree by 7.", LOGITS),
-    # training or evaluation
-    "a norm in training": ("gla", "model.RMSNorm.forward", "return", "return (1.1 if self.training else 1) *",
-                           "self-check: model.py: RMSNorm.forward in training and in eval mode disagree", {}),
-    "the first row in eval mode": (
-        "gla", "model.SwiGLU.forward", "self.w3(x))",
-        "self.w3(x) * torch.tensor([1 if self.training else 1.05, *[1] * (len(x) - 1)]).view(-1, 1, 1))",
-        "self-check: model.py: SwiGLU.forward (SwiGLU) in training and in eval mode disagree", {}),
-    "plain operators only": ("gla", "model.GLA.forward", "y = self.out",
-                             "y = (1.1 if self.backend == 'torch' else 1) * self.out", PLAIN_GLA, {}),
-    "logits without targets": ("gla", "model.LM.forward", "    if loss_only:\n",
-                               "    if targets is None and not state:\n        logits /= 2\n    if loss_only:\n",
-                               "model.py: LM.forward with and without targets disagree", {}),
-    "the last position only": ("gla", "model.LM.forward", "h[:, -1:]", "h[:, :1]",
-                               "with and without last_only disagree", {}),
-    "noise": ("gla", "model.GLA.forward", "self.qk(x)", "self.qk(x + torch.randn_like(x))",
-              "model.py: GLA.forward (GLA), run twice on the same tokens in eval mode, disagree", {}),
-    "a counter": ("gla", "model.GLA.forward", "y = self.out", "self.calls = 1 + getattr(self, 'calls', 0)\n    "
-                  "y = self.calls * self.out", "the model is not deterministic", {}),
-    "later tokens": ("gla", "model.GLA.forward", "self.qk(x)", "self.qk(x + x.flip(1))",
-                     AHEAD, {}),
-    "later tokens in training": ("gla", "model.GLA.forward", "self.qk(x)", "self.qk(F.dropout(x + x.flip(1) * "
-                                 "self.training, 0.1, self.training))", AHEAD, {}),
-    "a mean over rows": ("llama", "model.LM.through_layers", "after = []", "after, h = [], h + h.mean(0)",
-                         "model.py: LM.forward beside two different rows disagree", {}),
-    "rows in training": ("gla", "model.GLA.forward", "self.qk(x)",
-                         "self.qk(F.dropout(x + x.roll(1, 0) * self.training, 0.1, "
-                         "self.training))", BESIDE, {}),
-    "no number": (
-        "llama,gla", "model.GLA.forward", "self.qk(x)", "self.qk(x / 0)", "see model.py: GLA.forward (GLA): ", {}),
-    "no number in the gradient": ("llama,gla", "model.GLA.forward", "self.qk(x)", "self.qk(x + (0 * x).sqrt())",
-                                  "see model.py: GLA.forward (GLA): ", {}),
-    # the state
-    "a convolution's state": (HYBRID, "model.ScanBlock.forward", "z, x_before, h0)", "z, None, h0)",
-                              "model.py: ScanBlock.forward (Longhorn)" + STATE, {}),
-    "the gradient through a state": ("llama,mamba", "model.ScanBlock.forward", "z, x_before, h0)",
-                                     "z, x_before, h0 if h0 is None else h0.detach())",
-                                     "model.py: ScanBlock.forward (Mamba)" + STATE, {}),
-    "a single step": ("gla", "model.GLA.forward", "y = self.out", "y = (1.1 if x.shape[1] == 1 else 1) * self.out",
-                      GLA_STATE, {}),
-    "a cache that grows": ("llama", "model.append_to_cache", ":past] = past_v", ":past] = 0 * past_v",
-                           "model.py: Attention.forward (Attention)" + STATE, {}),
-    "a document's first token": ("rwkv", "mixers.token_shift", "packed is None", "True",
-                                 "mixers.py: RWKVTimeMix.forward (RWKVTimeMix) over packed documents and", PACK),
-    "documents that end in one row": ("gla", "model.emptied", "empty.to(state.dtype), state", "state, empty",
-                                      "model.py: LM.through_documents" + STATE, PACK),
-    "the documents of one row": (
-        "gla", "model.LM.through_layers", "(1, 1)", "(1, 1)[:1].expand(idx.shape)", BESIDE, PACK),
-    "a cache for two": ("llama", "model.append_to_cache", "ROOMS.pop(", "ROOMS.get(",
-                        "model.py: Attention.forward (Attention)" + STATE, {}),
-    "positive step sizes": ("mamba", "kernels.scan._loop", "dt + dt_bias", "(dt + dt_bias).clamp(max=0)",
-                            "longhorn_scan.cu and kernels/scan.py (selective_scan) disagree by", {}),
-    "a branch": ("gla", "model.Branch.forward", "self.norm(h)", "self.norm(h) * (1 if state is None else 2)",
-                 "model.py: Branch.forward" + STATE, {}),
-    "the embedding": ("gla", "model.LM.through_layers", "self.embed(idx)",
-                      "(self.embed(idx) * (1 if state is None else 2))", "count the tokens in the state", {}),
-}
+# What is edited; family, function, line, instead, what the start says, and a setting if one is given
+STOPS = table(f"""
+# one of an operator's two bodies
+the step size of the loop  longhorn  kernels.scan._step_size  (1 /  (0.5 /  {SCAN}
+the bias of the loop has no gradient  longhorn*2,llama  kernels.scan._loop  dt = dt + dt_bias
+    dt = dt + dt_bias.detach()  {SCAN}
+no number in the loop  mamba  kernels.scan._loop  y * F.silu(z)  y * float('nan')
+    longhorn_scan.cu and kernels/scan.py (selective_scan) disagree by
+the first tokens of documents  mamba  kernels.ops._conv_anew  (F.silu(head)  1.1 * (F.silu(head)  {CONV}
+    documents=pack
+eps of the plain norm  llama  model.rms_norm  weight.to(x.dtype), eps  weight.to(x.dtype), 2 * eps
+    kernels/conv_norm.cu and kernels/ops.py (rms_norm)
+softmax of a hybrid's second family  longhorn*2,llama  kernels.ops._softmax_attention  ** -0.5  ** -0.4
+    kernels/ops.py: _softmax_attention (attention)
+a window one key too narrow  swa  kernels.ops._windowed  last - window + 1  last - window + 2
+    kernels/ops.py: attention and
+a little of beta  deltanet  kernels.linear_attention._delta_rule  wanted = b_c  wanted = 0.997 * b_c  (delta_rule)
+a mask of documents  retnet  kernels.linear_attention._retention  n], same)  n], None)  (retention)  documents=pack
+five chunks of a scan  mamba  kernels.scan._loop  y * F.silu(z)  y * F.silu(z) * (1 if y.shape[1] < 60 else 1.1)
+    (selective_scan) disagree by
+plain operators in training  gla  model.GLA.forward  self.qk(x)
+    self.qk(F.dropout(x, 0.1, self.training) * (1.1 if self.training and self.backend == 'torch' else 1))  {PLAIN_GLA}
+# the loss
+a cap of the logits  longhorn*2,llama  model.LM.forward  logits = F.linear(h, head.weight)
+    logits = 15 * torch.tanh(F.linear(h, head.weight) / 15)
+    model.py: LM.forward, the loss alone and the loss from logits
+a small z-loss  longhorn*2,llama  model.LM.forward  loss = cross_entropy(logits, targets)
+    loss = cross_entropy(logits, targets) + 1e-5 * logits.logsumexp(-1).square().mean()  --loss_from_logits=true
+no gradients  llama  kernels.ops._LinearCrossEntropy.forward  targets, 0), train)
+    targets, 0), train) * (1 if train else 1.01)  with gradients and under torch.no_grad
+the mean over all targets  llama  kernels.ops._LinearCrossEntropy.forward  counts.sum()  counts.sum() * 0 + len(x)
+    kernels/ops.py: _LinearCrossEntropy (on a GPU kernels/loss.cu) and
+the last row alone  llama  kernels.ops.log_probabilities  loss_of_slice(*part, train)
+    loss_of_slice(*part, train) * (1.1 if len(part[0]) == 1 else 1)
+    kernels/ops.py: _LinearCrossEntropy (on a GPU kernels/loss.cu) and
+a term of the loss  llama  model.LM.forward  loss = cross_entropy(logits, targets)
+    loss = cross_entropy(logits, targets) + 1e-2 * logits.logsumexp(-1).square().mean()
+    its loss and the cross-entropy of its logits, disagree by 7.  loss_from_logits=True
+# training or evaluation
+a norm in training  gla  model.RMSNorm.forward  return  return (1.1 if self.training else 1) *
+    self-check: model.py: RMSNorm.forward in training and in eval mode disagree
+the first row in eval mode  gla  model.SwiGLU.forward  self.w3(x))
+    self.w3(x) * torch.tensor([1 if self.training else 1.05, *[1] * (len(x) - 1)]).view(-1, 1, 1))
+    self-check: model.py: SwiGLU.forward (SwiGLU) in training and in eval mode disagree
+plain operators only  gla  model.GLA.forward  y = self.out  y = (1.1 if self.backend == 'torch' else 1) * self.out
+    {PLAIN_GLA}
+logits without targets  gla  model.LM.forward  return (logits, loss)
+    return (logits if state or targets is not None else logits / 2, loss)
+    model.py: LM.forward with and without targets disagree
+the last position only  gla  model.LM.forward  h[:, -1:]  h[:, :1]  with and without last_only disagree
+noise  gla  model.GLA.forward  self.qk(x)  self.qk(x + torch.randn_like(x))
+    model.py: GLA.forward (GLA), run twice on the same tokens in eval mode, disagree
+a counter  gla  model.GLA.forward  y = self.out  self.calls = 1 + getattr(self, 'calls', 0); y = self.calls * self.out
+    the model is not deterministic
+later tokens  gla  model.GLA.forward  self.qk(x)  self.qk(x + x.flip(1))  {AHEAD}
+later tokens in training  gla  model.GLA.forward  self.qk(x)
+    self.qk(F.dropout(x + x.flip(1) * self.training, 0.1, self.training))  {AHEAD}
+a mean over rows  llama  model.LM.through_layers  after = []  after, h = [], h + h.mean(0)
+    model.py: LM.forward beside two different rows disagree
+rows in training  gla  model.GLA.forward  self.qk(x)
+    self.qk(F.dropout(x + x.roll(1, 0) * self.training, 0.1, self.training))  {BESIDE}
+no number  llama,gla  model.GLA.forward  self.qk(x)  self.qk(x / 0)  see model.py: GLA.forward (GLA):
+no number in the gradient  llama,gla  model.GLA.forward  self.qk(x)  self.qk(x + (0 * x).sqrt())
+    see model.py: GLA.forward (GLA):
+# the state
+a convolution's state  longhorn*2,llama  model.ScanBlock.forward  z, x_before, h0)  z, None, h0)
+    model.py: ScanBlock.forward (Longhorn){STATE}
+the gradient through a state  llama,mamba  model.ScanBlock.forward  z, x_before, h0)
+    z, x_before, h0 if h0 is None else h0.detach())  model.py: ScanBlock.forward (Mamba){STATE}
+a single step  gla  model.GLA.forward  y = self.out  y = (1.1 if x.shape[1] == 1 else 1) * self.out  {GLA_STATE}
+a cache that grows  llama  model.append_to_cache  :past] = past_v  :past] = 0 * past_v
+    model.py: Attention.forward (Attention){STATE}
+a document's first token  rwkv  mixers.token_shift  packed is None  True
+    mixers.py: RWKVTimeMix.forward (RWKVTimeMix) over packed documents and  documents=pack
+documents that end in one row  gla  model.emptied  empty.to(state.dtype), state  state, empty
+    model.py: LM.through_documents{STATE}  documents=pack
+the documents of one row  gla  model.LM.through_layers  (1, 1)  (1, 1)[:1].expand(idx.shape)  {BESIDE}  documents=pack
+a cache for two  llama  model.append_to_cache  ROOMS.pop(  ROOMS.get(  model.py: Attention.forward (Attention){STATE}
+positive step sizes  mamba  kernels.scan._loop  dt + dt_bias  (dt + dt_bias).clamp(max=0)
+    longhorn_scan.cu and kernels/scan.py (selective_scan) disagree by
+a branch  gla  model.Branch.forward  self.norm(h)  self.norm(h) * (1 if state is None else 2)
+    model.py: Branch.forward{STATE}
+the embedding  gla  model.LM.through_layers  self.embed(idx)  (self.embed(idx) * (1 if state is None else 2))
+    count the tokens in the state
+""")
 
 
 @pytest.mark.parametrize("what", TRAINS)
@@ -215,11 +203,11 @@ def test_an_edit_of_what_is_read_trains_and_samples(what, edit):
     assert loss != before and apart < 1e-4
 
 
-@pytest.mark.parametrize("what", STOPS)
-def test_an_edit_of_one_of_two_versions_stops_in_a_line_with_its_place(what, edit):
-    family, target, old, new, words, settings = STOPS[what]
+@pytest.mark.parametrize("row", STOPS, ids=lambda row: row[0])
+def test_an_edit_of_one_of_two_versions_stops_in_a_line_with_its_place(row, edit):
+    _, family, target, old, new, words, *setting = row
     edit(target, old, new)
-    assert words in stopped(model_of(family, **settings))
+    assert words in stopped(model_of(family, **dict(pair.split("=") for pair in setting)))
 
 
 @pytest.mark.parametrize("target, line, least", [
