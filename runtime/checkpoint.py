@@ -274,17 +274,14 @@ class Initial:
             return ""
         config, origin = self.config, self.path
         with fitting(origin):
-            for key in ("table", "tokenizer"):
+            for key, shown in ("table", table_in_words), ("tokenizer", repr):
                 trained, given = self.meta.get(key), data.meta.get(key)
-                if trained and trained == given:  # one table is one vocabulary, whatever it is called
+                if trained and vocabulary(trained) == vocabulary(given):  # whatever it is called
                     break
                 if trained and given:
-                    ours, theirs = (repr(meta.get("tokenizer")) for meta in (self.meta, data.meta))
-                    if ours == theirs:
-                        ours, theirs = map(table_in_words, (trained, given))
-                    raise ConfigError(f"{origin}: its {key} differs from that of {config.dataset} ({ours}, {theirs}): "
-                                      "these weights were trained with a different vocabulary: give a --dataset "
-                                      "that uses it")
+                    raise ConfigError(f"{origin}: its {key} differs from that of {config.dataset} ({shown(trained)}, "
+                                      f"{shown(given)}): these weights were trained with a different vocabulary: give "
+                                      "a --dataset that uses it")
             step = self.meta["step"] + 0  # a TypeError unless it is a number
             if wrong := misfit(self.weights, model):
                 back = ["leave these settings out (of config files too) to take them from it"] if self.changed else []
@@ -296,6 +293,13 @@ class Initial:
         skipped = [f"skipped: {line}" for line in self.damaged]
         scored = [f"scored on {config.dataset}"] if config.eval_only else []
         return "; ".join([*skipped, f"weights from {origin} (step {step})", *taken, *self.changed, *scored])
+
+
+def vocabulary(table):
+    """A tokenizer's table, or of the text of a tokenizer.json what it says but for the token that ends documents."""
+    if table and table.startswith("{") and '"model"' in table:
+        return {**json.loads(table), "ends_documents": None}
+    return table
 
 
 def table_in_words(table):

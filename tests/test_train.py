@@ -1065,11 +1065,12 @@ def test_weights_are_of_the_same_vocabulary_under_another_name(whole, out):
     config = TrainConfig(**TAKEN, vocab_size=256, init_from=str(whole), out_dir=str(out))
     config.overrides = {}
     initial = checkpoint.Initial(config)
-    initial.meta |= {"tokenizer": "hf:a", "table": "one"}
-    for name, words in ("hf:b", "'hf:a', 'hf:b'"), ("hf:a", "3 characters of sha256 7692c3ad3540, 5 characters"):
-        with pytest.raises(ConfigError, match=f"its table differs.*{words}"):
-            initial.load(LM(config), mock.Mock(meta={"tokenizer": name, "table": "other"}))
-    assert "weights from" in initial.load(LM(config), mock.Mock(meta={"tokenizer": "hf:b", "table": "one"}))
+    initial.meta |= {"tokenizer": "hf:a", "table": '{"model":{"vocab":{"a":0}}}'}
+    for other in "other", '{"model": {"vocab": {"b": 0}}}':
+        with pytest.raises(ConfigError, match="its table differs.*27 characters of sha256 [0-9a-f]{12}, "):
+            initial.load(LM(config), mock.Mock(meta={"tokenizer": "hf:a", "table": other}))
+    theirs = {"tokenizer": "hf:b", "table": '{"model": {"vocab": {"a": 0}}, "ends_documents": "a"}'}
+    assert "weights from" in initial.load(LM(config), mock.Mock(meta=theirs))
 
 
 def test_a_step_that_takes_minutes_on_a_cpu_is_said_before_it_begins(data, out):
