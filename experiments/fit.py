@@ -13,6 +13,7 @@ the true one in less than 60% of simulated sweeps. Ratios of tokens are read off
 Intervals are quantiles over sweeps simulated from the fits of all forms, with the noise of seeds (by Student's t), the
 cost of errors in the learning rates, and the misfit beyond both.
 
+`fit_loss` alone fits any runs, by the summed Huber loss of log L, as Hoffmann et al. and Besiroglu et al. did.
 experiments/law.py does this with the records of a sweep; experiments/law_simulation.py counts how many of the intervals
 hold the truth.
 """
@@ -24,6 +25,7 @@ from collections import namedtuple
 import numpy as np
 from scipy import linalg, optimize
 
+DELTA = 1e-3  # Huber's threshold in log L
 EPOCH = dict(E=1.8172, A=482.0, alpha=0.3478, B=2085.4, beta=0.3658)  # Besiroglu et al. 2024, tokens of text
 MB = 2**20
 FORMS = {"additive": (), "offset": (5,), "gamma": (6,)}  # the constants that are free in addition to the first five
@@ -35,7 +37,7 @@ class CannotFit(ValueError):
     """The law cannot be fitted to these points; the message is one line: the value, the limit, what to do."""
 
 
-Fit = namedtuple("Fit", "E A alpha B beta D0 gamma cost")  # cost: half the sum of squares
+Fit = namedtuple("Fit", "E A alpha B beta D0 gamma cost")  # cost: half the sum of squares, or the summed Huber loss
 # Runs of a family, sizes and budgets ascending. sizes: their labels; N, flops (sizes,): parameters without the
 # embedding, FLOPs per token; D (sizes, budgets) tokens; log_L (seeds, sizes, budgets); rate_cost (sizes,): what errors
 # of the rates cost in log L, on average
@@ -48,16 +50,17 @@ def law(N, D, E, A, alpha, B, beta, D0=0.0, gamma=1.0):
     return E + (A / N**alpha + B / (D - D0) ** beta) ** gamma
 
 
-def fit_family(family, form, log_L=None, start=None):
-    """The Fit of a form of the law to the means over seeds, or to other log_L (sizes, budgets).
+def fit_loss(N, D, L, form="additive", whiten=None, start=None):
+    """Fit a form of the law to runs: N, D, L (runs,) are parameters, tokens and loss in nats, all above 0.
 
-    start: a Fit to begin from; None: many starts. An E of 0 says that these runs show no floor, not that there is none.
+    An E of 0 says that these runs show no floor, not that there is none. Raises CannotFit.
+
+    Args:
+        whiten: (runs, runs), multiplies the residuals of log L before they are squared; None: Huber's loss.
+        start: a Fit to begin from; None: many starts.
     """
-    if log_L is None:
-        log_L = family.log_L.mean(0)
-    N, D = grid(family)
-    L = np.exp(log_L).ravel()
-    whiten = linalg.block_diag(*map(whitening, family.D))
+    N, D, L = positive(N=N, D=D, L=L)
+    check_design(N, D)
     free = [0, 1, 2, 3, 4, *FORMS[form]]
     centre_N = np.log(N).mean()
     centre_D = np.log(D).mean()
@@ -77,7 +80,7 @@ def fit_family(family, form, log_L=None, start=None):
     def residuals(theta):
         constants, _, _, both, _ = terms(theta)
         off = np.log(constants[0] + both ** constants[6]) - np.log(L)
-        return whiten @ off
+        return off if whiten is None else whiten @ off
 
     def jacobian(theta):
         (E, _, _, _, beta, D0, gamma), of_A, of_B, both, y = terms(theta)
@@ -91,7 +94,8 @@ def fit_family(family, form, log_L=None, start=None):
             -y * slope * of_B,
             slope * of_B * beta * D.min() / (D - D0 * D.min()),
             power * np.log(both)])
-        return whiten @ (columns[free].T / (E + power)[:, None])
+        matrix = columns[free].T / (E + power)[:, None]
+        return matrix if whiten is None else whiten @ matrix
 
     limits = np.array([
         [0, L.min()],
@@ -105,8 +109,9 @@ def fit_family(family, form, log_L=None, start=None):
 
     def search(theta, evaluations):
         inside = np.clip(theta, low + 1e-9, high - 1e-9)
-        return optimize.least_squares(residuals, inside, jacobian, (low, high), x_scale="jac", xtol=1e-10, ftol=1e-10,
-                                      gtol=1e-10, max_nfev=evaluations)
+        loss = "huber" if whiten is None else "linear"
+        return optimize.least_squares(residuals, inside, jacobian, (low, high), x_scale="jac", loss=loss,
+                                      f_scale=DELTA, xtol=1e-10, ftol=1e-10, gtol=1e-10, max_nfev=evaluations)
 
     if start is None:
         short = []
@@ -130,6 +135,24 @@ def fit_family(family, form, log_L=None, start=None):
         A = np.exp(log_A + alpha * centre_N).item()
         B = np.exp(log_B + beta * centre_D).item()
     return Fit(E, A, alpha, B, beta, float(D0 * D.min()), gamma, float(best.cost))
+
+
+def positive(**columns):
+    """The columns as flat float arrays of one length. Raises CannotFit unless all are positive numbers."""
+    arrays = {}
+    for name, values in columns.items():
+        try:
+            column = np.asarray(values, float).ravel()
+        except (TypeError, ValueError, OverflowError) as error:
+            raise CannotFit(f"{name} holds something that is not a number: {error}") from None
+        for i, value in enumerate(column):
+            if not 0 < value < math.inf:
+                raise CannotFit(f"{name}[{i}] = {value:g} is not a positive number")
+        arrays[name] = column
+    lengths = [len(column) for column in arrays.values()]
+    if len(set(lengths)) > 1:
+        raise CannotFit(f"{', '.join(arrays)} have {', '.join(map(str, lengths))} values: give all of each run")
+    return arrays.values()
 
 
 def check_design(N, D):
@@ -174,6 +197,14 @@ def seed_noise(family):
 def grid(family):
     """N and D, (cells,) each, of the family's means."""
     return np.repeat(family.N, family.D.shape[1]), family.D.ravel()
+
+
+def fit_family(family, form, log_L=None, start=None):
+    """Fit to the means over seeds, or to other log_L (sizes, budgets)."""
+    if log_L is None:
+        log_L = family.log_L.mean(0)
+    whiten = linalg.block_diag(*map(whitening, family.D))
+    return fit_loss(*grid(family), np.exp(log_L).ravel(), form, whiten, start)
 
 
 def log_law(fitted, N, D):
