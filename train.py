@@ -336,7 +336,7 @@ def main(argv):
                           f"{config.block_size}")
     distributed.say(initial.load(model, data))
     if config.eval_only:
-        return distributed.say(in_words(Evaluate(config, data)(model)))
+        return distributed.say(in_words(Evaluate(config, data)(model, final=True)))
     distributed.say(cost_of_step(model, config.batch_tokens))
     train(config, model, data, Evaluate(config, data))
 

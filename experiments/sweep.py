@@ -644,7 +644,7 @@ class Sweep(Experiment):
             configs = [load(c.argv) for c in cells]
             machine.say_plan(cells, configs, self.args.gpu, self.args.gpus, self.nproc)
             if self.args.cluster:
-                print(f"{self.args.cluster}: a run is a job on one node: give --nproc={self.nproc} and its GPUs in "
+                print(f"{self.args.cluster}: a run is a job on one node, with --nproc={self.nproc} and its GPUs in "
                       f"--cluster_args (slurm: gpus={self.nproc}; ray: num_gpus={self.nproc})")
             return
         if self.timed:

@@ -448,8 +448,9 @@ def test_a_plan_for_gpus_that_are_named_and_not_here(capsys, monkeypatch):
     rows, _, commands = plan_for(capsys, "--gpu=B200", "--gpus=64", "--sizes=120M")
     assert rows["longhorn", "120M"][2] == "10%, measured"  # with 8 sequences
     assert "torchrun --nnodes=8 --node_rank=$RANK --master_addr=$HOST --nproc_per_node=8 train.py" in commands[0]
-    _, rest, _ = plan_for(capsys, "--gpu=H200", "--gpus=64", "--cluster=slurm")
-    assert "on 64 x H200, 8 at a time" in rest[0] and "--nproc_per_node=8 train.py" in rest[-1]
+    rows, rest, _ = plan_for(capsys, "--gpu=H200", "--gpus=64", "--cluster=slurm")
+    longest = rows["mamba", "350M at 4096"][3]  # of eight runs side by side
+    assert f"on 64 x H200, 8 at a time: about {longest} in all" in rest[0] and "--nproc_per_node=8 train.py" in rest[-1]
     assert "(slurm: gpus=8; " in rest[3]
     _, rest, _ = plan_for(capsys)
     assert rest[-1].endswith("--dry-run --gpus=8 --gpu=H100")  # a CPU is no machine for the paper

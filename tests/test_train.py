@@ -489,7 +489,7 @@ def test_the_last_evaluation_is_compared_over_the_tokens_of_the_others(ran, out)
     ran(out, **how)
     loss, step = checkpoint.load(out / "best.safetensors")[1]["best"]
     assert step == 12 and loss == record(out)["best_val_loss"] != record(out)["val_loss"]
-    assert f"val_loss {loss:.4f}  val_tokens 64" in ran(out, **how, eval_only=True).out
+    assert f"compare_loss {loss:.4f}" in ran(out, **how, eval_only=True).out
 
 
 def damage(path):

@@ -9,6 +9,7 @@ ASSUMED, and memory follows the formula above, measured for Longhorn. Left out: 
 evaluations.
 """
 
+import heapq
 from collections import Counter
 from pathlib import Path
 
@@ -88,13 +89,17 @@ def say_plan(cells, configs, gpu, count, nproc):
     print(table([COLUMNS, *([*row, str(runs)] for row, runs in rows.items())]))
     flops, tokens = (sum(cell.at[key] for cell in cells) for key in ("flops", "tokens"))
     at_once = max(1, count // nproc)
+    ends = [0.0] * at_once  # when its GPUs are free again, of each run at a time
+    for cell in cells:
+        heapq.heapreplace(ends, ends[0] + cell.seconds)
     print(f"{len(cells)} runs, {human(tokens)} tokens, {flops:.2g} FLOPs on {count} x {name}, {at_once} at a time: "
-          f"about {runner.hours(sum(cell.seconds for cell in cells) / at_once)} in all")
+          f"about {runner.hours(max(ends))} in all")
     if min(cell.seconds for cell in cells) < 60:
         print("a run of less than a minute takes longer: these times leave out its start, and waiting for Python")
     print(f"measured: on one H200 (results/h200); assumed: {ASSUMED:.0%}, which small models do not reach, and a "
-          "loop over time in Python not by far (time a family of your own there, with --max_iters=20); both are shares "
-          "of this GPU's peak, without communication and evaluations")
+          "loop over time in Python not by far; both are shares of this GPU's peak, without communication and "
+          "evaluations; memory that is assumed is what Longhorn would take: run a family of your own there with "
+          "--max_iters=20")
     bytes_per_token = 4 if configs[0].vocab_size > 2**16 else 2
     longest = max(cell.at["tokens"] for cell in cells) * bytes_per_token
     print(f"disk: {kept / 1e9:,.0f} GB for checkpoints; {longest / 1e9:,.0f} GB of tokens, so that the longest run "
