@@ -20,6 +20,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from dataclasses import dataclass, field
@@ -369,7 +370,8 @@ def last_words(path, state):
              if line.strip(" =-\t") and not line.startswith("submitit INFO")]
     began = max((i for i, line in enumerate(lines) if line.startswith("$ ")), default=0)
     lines = [line for line in lines[began:] if "error:" in line] or lines[began + 1:]
-    return f"{lines[-1][:240] if lines else 'it printed nothing'} ({state}; all of it in {path})"
+    said = textwrap.shorten(lines[-1], 400, placeholder=" ...") if lines else "it printed nothing"
+    return f"{said} ({state}; all of it in {path})"
 
 
 def hours(seconds):
