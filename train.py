@@ -245,7 +245,7 @@ def check_schedule(config):
         raise ConfigError(f"min_lr {config.min_lr} is above learning_rate {config.learning_rate}")
     if warmup >= config.max_iters > 1:
         raise ConfigError(f"warmup_iters {config.warmup_iters} must be below max_iters {config.max_iters}: choose a "
-                          "shorter warmup or more steps (of a sweep by --steps, whose search has half of them)")
+                          "shorter warmup or more steps (in a sweep by --steps: its searches run half of them)")
     if config.schedule == "wsd" and warmup + decay > config.max_iters:
         raise ConfigError(f"warmup of {warmup} and decay of {decay} steps are more than max_iters {config.max_iters}: "
                           "choose smaller warmup_iters or decay_iters")

@@ -472,7 +472,7 @@ def decide(c, edit, n, bound):
             return Decision("same", sentence="identical runs: the edit changes no bit, or only how losses are rounded")
         return Decision()
     if n == 2 and edit.row(1)["val_loss"] == edit.row(2)["val_loss"]:
-        raise ConfigError(f"{edit.name} trains alike with seeds 1 and 2: let what is random follow --seed")
+        raise ConfigError(f"{edit.name} has the same loss with seeds 1 and 2: let what is random follow --seed")
     found = compare.decide(*c.results(edit, n), bound, c.args.margin, c.args.error)
     verdict, *numbers = (x.item() for x in found)
     return Decision(verdict if n >= FEWEST else "undecided", numbers[:3], numbers[3:])

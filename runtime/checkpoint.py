@@ -296,7 +296,8 @@ class Initial:
 
 
 def vocabulary(table):
-    """A tokenizer's table, or of the text of a tokenizer.json what it says but for the token that ends documents."""
+    """A tokenizer's table, to compare: a tokenizer.json is parsed, and may end documents by any token (END of
+    data/tokenizer.py)."""
     if table and table.startswith("{") and '"model"' in table:
         return {**json.loads(table), "ends_documents": None}
     return table

@@ -266,7 +266,7 @@ import atexit; atexit.register(open(__file__, 'a').write, '#')
 DATA = 'other'                      .                  train data of the edit: other, where earlier runs have d
 DTYPE = 'bfloat16'                  .                  dtype of the edit: bfloat16, where earlier runs have float32
 BATCH = 128                         .                  batch_tokens of the edit: 128, where earlier runs have 64
-VARIES = NOISE = 0                  .                  the edit trains alike with seeds 1 and 2: let what
+VARIES = NOISE = 0                  .                  the edit has the same loss with seeds 1 and 2: let what
 ADDS = 0.00006      .  its loss is 2.00000 nats, and the cross-entropy of its logits 2.00006
 PEEKS = -0.5                        .                  its loss is 2.5000 nats instead of 3.0000
 WINDOW = 32         .  eval_block_size is 16 in HEAD and 32 in the edit: give one for both

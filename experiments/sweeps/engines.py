@@ -3,8 +3,8 @@
 A cell locks its folder, resumes bit for bit, and is finished once its result.json exists. So an engine may kill,
 requeue or move a cell, and keeps no list of finished ones. Every engine has these methods:
 
-    adopt(names, total)     the names of cells that an earlier driver submitted and that still wait or run; total: of
-    all cells
+    adopt(names, total)     the names of those of all `total` cells that an earlier driver submitted and that still wait
+                            or run
     start(name, command)    submit a cell. Raises ConfigError if the cluster refuses it
     look()                  {name: (state, retry)} of the submitted cells. Until a cell ends, retry is None and state is
                             "queued", "running" or the reason why it waits. Then state says how it ended, retry says
