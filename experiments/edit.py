@@ -14,7 +14,7 @@ runs are reused for the next edit, and edits.html beside them lists all edits th
 Exit codes: 0 better, 1 worse or diverges, 2 a mistake, 3 no difference above --margin, 4 undecided; for several edits,
 that of the best. Each version trains at its config's learning rate, scaled to the width of the size. Schedule (wsd, to
 0), budget, evaluation and seeds are set here; a config's own do not count. An edit is refused if its loss is not the
-cross-entropy of its logits, or its logits read more than the tokens before (edit_judge.py).
+cross-entropy of its logits, or its logits read more than the tokens before (edit_judge.py); several go on without it.
 """
 
 import os
@@ -52,7 +52,7 @@ from experiments.sweeps import runner  # noqa: E402
 from experiments.sweeps.experiment import Experiment, Where  # noqa: E402
 from runtime.records import BadRecord, cpu_model, fields, is_finished, read_json, read_log, write_json  # noqa: E402
 
-CODES = {"better": 0, "worse": 1, "same": 3, "undecided": 4}
+CODES = {"better": 0, "same": 3, "undecided": 4, "worse": 1, "refused": 2}  # the best verdict first
 SIZES = {size: list(s.argv) for size, s in sweep.PRESETS["duel"].sizes.items()} | {"config": []}
 CURVE_PAIRS, FEWEST = 4, 6  # pairs that also run HEAD for 1/4 and 1/2 of the budget; fewest pairs before a verdict
 PROBE = REPO / "experiments" / "edit_probe.py"
@@ -234,7 +234,7 @@ class Side:
         self.key = f"{self.root.name}-{short_hash(settings)}"  # identifies code and settings in the names of cells
         self.head = head or self
         self.rows = {}  # name of a cell: its row of results
-        self.diverged = ()  # seed, sentence
+        self.ended = ()  # the seed with which it diverged or was refused, Decision
 
     def cell(self, seed, part=1):
         """The cell for 1/part of the budget; a shorter run branches from the whole one before its decay."""
@@ -309,15 +309,27 @@ class Comparison:
         with append(folder / "runs.txt") as f, contextlib.redirect_stdout(f), contextlib.redirect_stderr(f):
             failed = runner.run_cells(cells, folder, engine)
         for side, cell in plan:
-            self.read(side, cell, failed)
+            try:
+                self.read(side, cell, failed)
+            except ConfigError as why:
+                side.ended = side.ended or (cell.at["seed"], self.refusal(side, why))
             row = side.rows.get(cell.name)
             if row and not sys.stdout.isatty():  # no progress bar there
                 self.say(f"{side.name}, seed {row['seed']}, {row['steps']} steps: loss {row['val_loss']:.4f}")
         if first == 1:
             for side in (self.head, *edits):
-                if side.rows:  # else it diverged
-                    side.check_measure(ALIKE[self.facts["dtype"]])
+                if not side.ended:
+                    try:
+                        side.check_measure(ALIKE[self.facts["dtype"]])
+                    except ConfigError as why:
+                        side.ended = 1, self.refusal(side, why)
         return seeds
+
+    def refusal(self, side, why):
+        """The Decision about an edit that cannot be judged. Raises `why` if no other edit would go on."""
+        if side is self.head or len(self.edits) == 1:
+            raise why
+        return Decision("refused", sentence=f"refused: {why}")
 
     def read(self, side, cell, failed):
         """Keep the row of a cell that has run, or why the edit diverges. Raises ConfigError if a run failed or is not
@@ -343,7 +355,7 @@ class Comparison:
         if side is self.head:
             raise ConfigError(f"{side.name} diverges with seed {seed} ({why}): see {side.folder / cell.name}")
         short = why.replace("it diverged: ", "").replace(": it diverged", "")
-        side.diverged = side.diverged or (seed, f"it diverges with seed {seed} ({short})")
+        side.ended = side.ended or (seed, Decision("worse", sentence=f"worse: it diverges with seed {seed} ({short})"))
 
     def results(self, edit, n):
         """(differences (n,), curves (k, 2)) for `compare.decide`, of the first n pairs."""
@@ -463,16 +475,16 @@ class Decision:
 
 def decide(c, edit, n, bound):
     """The Decision about an edit after n pairs."""
-    seed, sentence = edit.diverged or (n + 1, "")
-    if seed <= n:
-        return Decision("worse", sentence=f"worse: {sentence}")
+    if edit.ended and edit.ended[0] <= n:
+        return edit.ended[1]
     if n == 1:
         one, other = (side.column("val_document_losses", 1) for side in (c.head, edit))
         if np.allclose(one, other, 0, ROUNDING):
             return Decision("same", sentence="identical runs: the edit changes no bit, or only how losses are rounded")
         return Decision()
     if n == 2 and edit.row(1)["val_loss"] == edit.row(2)["val_loss"]:
-        raise ConfigError(f"{edit.name} has the same loss with seeds 1 and 2: let what is random follow --seed")
+        same = f"{edit.name} has the same loss with seeds 1 and 2: let what is random follow --seed"
+        return c.refusal(edit, ConfigError(same))
     found = compare.decide(*c.results(edit, n), bound, c.args.margin, c.args.error)
     verdict, *numbers = (x.item() for x in found)
     return Decision(verdict if n >= FEWEST else "undecided", numbers[:3], numbers[3:])
@@ -581,7 +593,7 @@ def odd_one(differences):
 def ranked(results):
     """(edit, size, its numbers) of {edit: {size: numbers}}, the best edit first: by verdict, then by tokens."""
     def place(edit):
-        verdict = ["better", "same", "undecided", "worse"].index(verdict_of(results[edit]))
+        verdict = list(CODES).index(verdict_of(results[edit]))
         interval = next(iter(results[edit].values()))["interval"] or [1.0]
         return verdict, interval[0], edit
 
