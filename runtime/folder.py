@@ -18,6 +18,8 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from common import files
 from common.errors import ConfigError, Stopped, is_out_of_memory
 from common.files import writing_to
@@ -36,6 +38,7 @@ MAY_CHANGE_ON_RESUME = {
     "dataset",  # compared by the hash of its content instead
     *OF_THE_SCHEDULE,
 }
+OF_A_NODE = {"out_dir", "dataset", "device", "micro_batch_size", "workers"}  # may differ from rank to rank
 COMPARED_OVER = ("eval_tokens", "eval_block_size")  # a loss over different tokens cannot be compared with the best
 LOCK_SECONDS = 300  # the longest wait for the process whose run we resume: it may still be saving
 SAVED = ("seconds", "skipped", "bad", "best_val_loss", "ended", "code_versions", "wandb_id")
@@ -101,7 +104,8 @@ class Folder:
             with writing_to(self.out):
                 self.lock = lock_run_dir(self.out, 0 if self.config.resume == "never" else wait)
                 self.aside = records.finish_moving(self.out)
-        distributed.barrier()
+        settings = {key: value for key, value in self.settings.items() if key not in OF_A_NODE}
+        self.check_ranks_agree(**settings, torch=torch.__version__, data=self.data.identity, **records.files_at_start)
         return self
 
     def __exit__(self, kind, error, trace):
@@ -144,7 +148,7 @@ class Folder:
             path, meta, found.notes = self.restore_first(checkpoints, schedule)
             found.step = meta["step"]
         self.saved_step = found.step if self.continues else 0
-        self.check_ranks_agree(found.step)
+        self.check_ranks_agree(step=found.step)
         if found.step > 0 and self.progress.at_end(found.step) and (self.out / "result.json").exists():
             if self.is_result_of(meta):
                 found.is_complete = True
@@ -239,15 +243,14 @@ class Folder:
         if self.is_main and self.continues:
             self.manager.on_resume(path, meta)
 
-    def check_ranks_agree(self, step):
-        """Raises ConfigError, with each rank's value, unless all ranks have the same step, code and data."""
-        ours = {"step": step, "dtype": self.config.dtype, "data": self.data.identity, **records.files_at_start}
+    def check_ranks_agree(self, **ours):
+        """Raises ConfigError, with each rank's value, unless all ranks have the same values."""
         seen = distributed.all_gather(ours)
         for name in sorted(set().union(*seen)):
             values = [of_rank.get(name) for of_rank in seen]
             if any(value != values[0] for value in values):
-                raise ConfigError(f"the ranks disagree about {name} ({values}): out_dir, the code and the dataset must "
-                                  "be the same on every node")
+                raise ConfigError(f"the ranks disagree about {name} ({values}): settings, out_dir, code and dataset "
+                                  "must be the same on every node")
 
     def is_result_of(self, meta):
         """True if result.json is undamaged and belongs to this checkpoint's run; otherwise it is made again."""

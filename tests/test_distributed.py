@@ -166,6 +166,8 @@ REFUSED = [  # settings of two processes; how they differ from others; words of 
     ({}, {"LM": scalar}, "the loss does not depend on the parameters temperature:"),
     ({}, {"main": functools.partial(differs, "/words", "/others")}, "the ranks disagree about data", "on every node"),
     ({}, {"main": functools.partial(differs, "float32", "bfloat16")}, "the ranks disagree about dtype"),
+    ({}, {"main": functools.partial(differs, "=0.003", "=0.001")}, "the ranks disagree about learning_rate"),
+    ({}, {"main": functools.partial(differs, "n_embd=32", "n_embd=48")}, "the ranks disagree about n_embd"),
     ({}, {"main": runs_other_code}, "the ranks disagree about families/mine.py", "the same on every node")]
 
 
