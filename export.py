@@ -88,8 +88,8 @@ CHECK_TOKENS = 4096  # random tokens to compare on; at most block_size
 
 # The `source_hash` of the code that was compared with transformers' classes. A model with other code
 # is exported along with it.
-COMMITTED = {"llama": "89ba27f410ca", "mamba": "fbe435f4d672"}
-HASHED = ("model", "mixers", "families", "kernels.ops")
+COMMITTED = {"llama": "1077b1dbd8c5", "mamba": "bbf046075103"}
+HASHED = ("model", "mixers", "families", "kernels.ops", "kernels.scan")
 
 # our setting: theirs
 COMMON = {"n_layer": "num_hidden_layers", "n_embd": "hidden_size", "vocab_size": "vocab_size",
@@ -228,15 +228,17 @@ def theirs_config(lm, kind):
 
 
 def source_hash(lm):
-    """A hash of the source of an LM's classes and of all that they call in HASHED, without comments and docstrings."""
+    """A hash of the source of an LM's classes, of the methods that they have now, and of all that these name in HASHED,
+    without comments and docstrings."""
     todo, sources = [cls for module in lm.modules() for cls in type(module).__mro__], {}
     for thing in todo:  # grows on the way
         if thing in sources or not thing.__module__.startswith(HASHED):
             continue
-        sources[thing] = re.sub(r'(?s)\s*(""".*?"""|#[^\n]*)', "", inspect.getsource(thing))
+        source = "".join(map(inspect.getsource, [thing, *filter(inspect.isfunction, vars(thing).values())]))
+        sources[thing] = re.sub(r'(?s)\s*(""".*?"""|#[^\n]*)', "", source)
         around = vars(sys.modules[thing.__module__])
-        called = [around.get(word) for word in re.findall(r"(\w+)\(", sources[thing])]
-        todo += [value for value in called if inspect.isfunction(value) or inspect.isclass(value)]
+        named = [around.get(word) for word in re.findall(r"(\w+)[(,)]", sources[thing])]
+        todo += [value for value in named if inspect.isfunction(value) or inspect.isclass(value)]
     return hashlib.sha256("".join(sorted(sources.values())).encode()).hexdigest()[:12]
 
 
