@@ -95,17 +95,21 @@ class Documents:
 _documents = None
 
 
-@contextlib.contextmanager
-def documents(starts):
+class documents:
     """In this context every operator called without a state starts from an empty state where starts (B, T) is True;
     None: it reads rows straight through. Mixers need no code for it. The backward needs no context, unless it
-    recomputes the forward (`same_documents`)."""
-    global _documents
-    before, _documents = _documents, None if starts is None else Documents(starts)
-    try:
-        yield
-    finally:
-        _documents = before
+    recomputes the forward (`same_documents`), each time it is called."""
+
+    def __init__(self, starts):
+        self.documents = None if starts is None else Documents(starts)
+
+    def __enter__(self):
+        global _documents
+        self.before, _documents = _documents, self.documents
+
+    def __exit__(self, *error):
+        global _documents
+        _documents = self.before
 
 
 def same_documents():

@@ -168,7 +168,7 @@ def in_documents(row, f=None, **how):
 @EVERY
 @pytest.mark.parametrize("backend", ("", "torch"))
 def test_packed_documents_are_those_read_alone(name, backend):
-    """Gradients too; and they are the same to the bit if the backward recomputes the forward."""
+    """Gradients too; and they are the same to the bit if the backward recomputes the forward, once or twice."""
     row = OPERATORS[name]
     starts = torch.zeros(3, 40, dtype=torch.bool)
     for b, lengths in enumerate(LENGTHS):
@@ -182,8 +182,9 @@ def test_packed_documents_are_those_read_alone(name, backend):
         given = {n: v.requires_grad_() for n, v in given.items()}
         kept = checkpoint(run, **given, use_reentrant=False, context_fn=ops.same_documents)["y"]
     g = torch.randn(kept.shape, generator=generator(5)).to(BF16).to(kept)
-    grads = torch.autograd.grad(kept, list(given.values()), g)  # outside the context, as in training
-    assert equal(dict(zip(given, grads, strict=True)), {n: forward["d" + n] for n in given})
+    for retain in True, False:
+        grads = torch.autograd.grad(kept, list(given.values()), g, retain)  # outside the context, as in training
+        assert equal(dict(zip(given, grads, strict=True)), {n: forward["d" + n] for n in given})
 
 
 # ------------------------------------------------------------------------------------------------------ dtypes, devices
