@@ -36,6 +36,7 @@ import json
 import math
 import modulefinder
 import os
+import pkgutil
 import re
 import shlex
 import shutil
@@ -245,8 +246,8 @@ def source_hash(lm):
 def modelling_code():
     """tools/modeling_longhorn.py with all sources that mixers.py and families/ import, directly or indirectly."""
     finder = modulefinder.ModuleFinder([str(ROOT)])
-    for path in (ROOT / "families").glob("*.py"):  # the package's __init__ imports whatever its folder holds
-        finder.import_hook("families" if path.stem == "__init__" else f"families.{path.stem}")
+    for file in pkgutil.iter_modules([ROOT / "families"]):  # its __init__ imports whatever the folder holds
+        finder.import_hook(f"families.{file.name}")
     files = [Path(module.__file__) for module in finder.modules.values() if module.__file__]  # others are built in
     table = "SOURCES = {\n"
     for path in files:

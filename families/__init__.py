@@ -1,15 +1,20 @@
 """All families: those of model.py and mixers.py, and those of the files in this folder, where yours go too.
 
 A file holds mixers and adds a row to FAMILIES. Every program imports this folder, and with it each of its files; if one
-cannot be imported, the program ends with a line that names it.
+cannot be imported, or changes a row that is there already, the program ends with a line that names it.
 """
 
 import importlib
 import pkgutil
 
 import mixers  # noqa: F401  its rows first
-from common.errors import main_error
+from common.errors import ConfigError, main_error
+from model import FAMILIES
 
 for file in pkgutil.iter_modules(__path__):
+    before = {name: [*row] for name, row in FAMILIES.items()}
     with main_error(f"families/{file.name}.py", Exception):
         importlib.import_module(f"{__name__}.{file.name}")
+        for name, row in before.items():
+            if FAMILIES.get(name) != row:
+                raise ConfigError(f"FAMILIES has a row {name!r} already: choose another name, or remove one file")

@@ -92,8 +92,8 @@ def load_sources():
     backend = "torch" if root is None else ""
     importlib.import_module(f"{package}.mixers")
     for path in SOURCES:
-        if path.startswith("families/") and not path.endswith("__init__.py"):
-            importlib.import_module(f"{package}.{path[:-3].replace('/', '.')}")
+        if path.startswith("families/"):
+            importlib.import_module(f"{package}.{path[:-3].removesuffix('/__init__').replace('/', '.')}")
     return importlib.import_module(f"{package}.model"), backend
 
 
