@@ -82,6 +82,7 @@ def differences(read):
 
 def page(runs):
     """Perplexity at each length, and differences over seeds."""
+    runs = runs[runs.left_out == ""]
     groups = {}  # name without the seed: a row per seed
     for r in runs.itertuples():
         groups.setdefault(re.sub(r", seed \d+", "", r.run), []).append(r)

@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import os
+import re
 from collections import Counter, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -364,6 +365,7 @@ def settings_of_point(kind, config):
 def of_extrapolation(saved):
     """(rows, attrs) of models evaluated at several lengths: the recorded keys, and loss_T for each length T."""
     rows = []
+    same = {}
     for record in saved:
         environment = record["environment"]
         row = {**record["checkpoint"], **record, "time": record["date"], "left_out": ""}
@@ -372,6 +374,11 @@ def of_extrapolation(saved):
         for measured in record["lengths"]:
             row[f"loss_{measured['length']}"] = measured.get("loss")
         rows.append(row)
+        of_seeds = {key: row[key] for key in ("parameters", "tokens", "block_size", "data", "dtype")}
+        same[row["run"]] = in_group(re.sub(r", seed \d+", "", row["run"]), of_seeds)
+    _, reasons = compare_settings(same)
+    for row in rows:
+        row["left_out"] = reasons.get(row["run"], "")
     return rows, {"code": [{"code": code} for code in sorted({row["code"] for row in rows})]}
 
 

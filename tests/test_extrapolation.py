@@ -231,6 +231,11 @@ def test_each_kind_of_number_of_a_page_is_that_of_its_record(tmp_path):
 
 
 def test_a_page_says_what_is_missing_or_not_comparable(tmp_path):
+    of_seeds = kept_in_results("steps")
+    of_seeds[0]["checkpoint"]["tokens"] = 1
+    page, without = page_of(tmp_path / "a.json", of_seeds), page_of(tmp_path / "b.json", of_seeds[1:])
+    assert "not comparable: tokens 1 where most have 2048000 (1): deltanet, seed 1" in page
+    assert {*without.splitlines()} & {*page.splitlines()} > {*re.findall(r"\| deltanet \|.*", without)}
     longhorn, _, llama, *_ = kept_in_results("laptop")
     llama["lengths"].pop()  # memory ran out
     llama["lengths"][1] |= {"loss": None, "perplexity": None, "difference": None}
