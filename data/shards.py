@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 
-MOST_OPEN = 200  # files open at once: a process may open 1,024, and a dataset can have 6,000
+MOST_OPEN = 200  # files of all datasets open at once: a process may open 1,024, and a dataset can have 6,000
 
 
 class Shards:
@@ -22,10 +22,6 @@ class Shards:
         self.paths = paths
         self.ends = np.cumsum([0, *lengths])  # where each file begins, and the last one ends
         self.dtype = np.dtype(dtype)
-        self.open = functools.lru_cache(MOST_OPEN)(self._open)
-
-    def _open(self, i):
-        return np.memmap(self.paths[i], self.dtype, "r", shape=(int(self.ends[i + 1] - self.ends[i]),))
 
     def __len__(self):
         return int(self.ends[-1])
@@ -35,14 +31,20 @@ class Shards:
         start, stop, _ = part.indices(len(self))
         i = int(np.searchsorted(self.ends, start, side="right")) - 1  # index of the file that holds `start`
         if start < stop <= self.ends[i + 1]:
-            return self.open(i)[start - self.ends[i] : stop - self.ends[i]]
+            return opened(self, i)[start - self.ends[i] : stop - self.ends[i]]
         pieces = [np.empty(0, self.dtype)]
         while start < stop:
             end = min(stop, int(self.ends[i + 1]))
-            pieces.append(np.array(self.open(i)[start - self.ends[i] : end - self.ends[i]]))  # a view keeps a file open
+            part = opened(self, i)[start - self.ends[i] : end - self.ends[i]]
+            pieces.append(np.array(part))  # a view keeps a file open
             start = end
             i += 1
         return np.concatenate(pieces)
+
+
+@functools.lru_cache(MOST_OPEN)
+def opened(shards, i):
+    return np.memmap(shards.paths[i], shards.dtype, "r", shape=(int(shards.ends[i + 1] - shards.ends[i]),))
 
 
 def shards_sha256(hashes):

@@ -234,7 +234,7 @@ def test_a_folder_that_a_model_cannot_use_is_refused(tmp_path):
 def test_shards_are_one_array(tmp_path, monkeypatch):
     """Slices lie within a file, start at its first token or end at its last, span two files or all, or go beyond the
     end. Few files are open at once. The hash is over the files' hashes, in order."""
-    monkeypatch.setattr(shards, "MOST_OPEN", 9)
+    monkeypatch.setattr(shards, "opened", functools.lru_cache(9)(shards.opened.__wrapped__))
     files, ends = [], [7, 8, *range(30, 61)]
     for start, stop in itertools.pairwise([0, *ends]):
         entry = writer.write_split(tmp_path / f"{start}.bin", [range(start, stop)], 60)
@@ -244,8 +244,10 @@ def test_shards_are_one_array(tmp_path, monkeypatch):
     tokens = writer.finish(tmp_path, {"dataset": "test", "vocab_size": 60, "splits": splits})
     hashes = "".join(hashlib.sha256((tmp_path / file["file"]).read_bytes()).hexdigest() for file in files)
     assert tokens.sha256["val"] == hashlib.sha256(hashes.encode()).hexdigest()
+    both = tokens.val, Tokens(tmp_path).val  # as in a mixture
     for start, stop in itertools.combinations_with_replacement([*range(32), 58, 60, 99], 2):
-        assert tokens.val[start:stop].tolist() == list(range(60))[start:stop]
+        for of_a_mixture in both:
+            assert of_a_mixture[start:stop].tolist() == list(range(60))[start:stop]
     assert get_batch(tokens.val, [5, 0], 9)[1].tolist() == [[*range(6, 15)], [*range(1, 10)]]
     assert len(os.listdir("/dev/fd")) - before <= 10  # with train.bin
 
