@@ -41,7 +41,7 @@ from experiments.records import KINDS, check_packages, label_settings, read_run,
 from experiments.sweeps import machine, runner  # noqa: E402
 from experiments.sweeps.experiment import Experiment, Report, Run  # noqa: E402
 from experiments.sweeps.runner import Cell  # noqa: E402
-from runtime.records import BadRecord, is_finished  # noqa: E402
+from runtime.records import BadRecord, fields, is_finished  # noqa: E402
 
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv")  # of the paper's Table 1
 SET_BY_THE_SWEEP = ("out_dir", "resume", "model", "pattern", "seed", "max_iters", "learning_rate", "warmup_iters",
@@ -376,7 +376,8 @@ def find_rates(preset, folder, go, plan_only=False):
     plan_only: `go` runs nothing, and a search without a usable run takes its middle rate.
     """
     plan = runner.read_plan(folder, new=True)["cells"]
-    known = {(at["model"], at["size"]): at["learning_rate"] for at in plan.values() if at["stage"] == "seed"}
+    with fields(f"{folder}: the plan's cells"):  # of another program, say
+        known = {(at["model"], at["size"]): at["learning_rate"] + 0 for at in plan.values() if at["stage"] == "seed"}
     rates = {}
     found = {model: {} for model in preset.models}  # until a search of the family finds none
     for size, s in preset.sizes.items():
@@ -685,8 +686,8 @@ class Sweep(Experiment):
                     size = replace(size, search=first.search, search_steps=first.search_steps)
                 sizes[label] = replace(size, **changes)
         families = {}  # the command line's settings are for all
-        for family, fields in preset.families.items():
-            families[family] = {key: value for key, value in fields.items() if key not in changes}
+        for family, changed in preset.families.items():
+            families[family] = {key: value for key, value in changed.items() if key not in changes}
         preset = replace(preset, sizes=sizes, models=models, families=families,
                          args=(*preset.args, *map(whole_path, args.others)))
         check_configs(preset)

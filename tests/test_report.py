@@ -248,7 +248,8 @@ def test_a_run_of_other_windows_is_left_out_and_one_of_another_commit_with_the_s
 
 
 @pytest.mark.parametrize("text", [
-    "{", "[]", '{"cells": []}', '{"cells": {"a": 1}}', '{"cells": {"../a": {}}}', '{"cells": {"a": {"argv": []}}}'])
+    "{", "[]", '{"cells": []}', '{"cells": {"a": 1}}', '{"cells": {"../a": {}}}', '{"cells": {"a": {"argv": []}}}',
+    '{"cells": {"a": {"argv": [0]}}}', '{"cells": {}, "models": 5}', '{"cells": {}, "sizes": {"S": [null]}}'])
 def test_a_damaged_plan_or_saved_sweep_is_one_sentence(tmp_path, text):
     with pytest.raises(ConfigError, match="holds no sweep"):
         report.write(tmp_path)

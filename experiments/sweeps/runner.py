@@ -113,9 +113,14 @@ def read_plan(folder, new=False):
     try:
         with fields("it"):
             plan = read_json(path)
+            texts = [plan.get(key, ()) for key in ("models", "commands", "uncommitted")]
+            texts += [argv or () for argv in plan.get("sizes", {}).values()]
             for name, at in plan["cells"].items():
-                if not isinstance(at, dict) or ".." in Path(name).parts or Path(name).is_absolute():
+                texts.append(at.get("argv", ()))
+                if ".." in Path(name).parts or Path(name).is_absolute():
                     raise BadRecord(f"{name} is no cell of a sweep")
+            for words in texts:
+                "".join(words)  # a TypeError unless all are strings
             return plan
     except BadRecord as error:
         raise ConfigError(f"{path} cannot be read ({error}): delete it and run the same command, finished cells "
