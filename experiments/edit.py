@@ -414,8 +414,9 @@ class Budget:
         self.pairs = pairs
         self.minutes = minutes
         record = read_json(path) if path.exists() else {"minutes": [], "plans": []}
-        self.ends = record["minutes"]  # minutes after which each pair ended
-        self.plans = record["plans"]  # budgets that were asked for
+        with fields(f"{path} cannot be used, delete it: its fields"):
+            self.ends = [*map(float, record["minutes"])]  # minutes after which each pair ended
+            self.plans = [*map(str, record["plans"])]  # budgets that were asked for
         self.fractions = []  # of the budget, at each look
         self.began = time.monotonic() - 60 * max(self.ends, default=0)
 

@@ -475,6 +475,9 @@ def test_the_minutes_left_after_a_restart(pairs, minutes, left, tmp_path):
         budget.look(n)
         found.append(budget.left(n))
     assert found == pytest.approx(left, abs=1)
+    (tmp_path / "looks.json").write_text('{"minutes": [null], "plans": []}')
+    with pytest.raises(edit.ConfigError, match="looks.json cannot be used, delete it"):
+        edit.Budget(tmp_path / "looks.json", pairs, minutes)
 
 
 @pytest.mark.parametrize("argv, pairs", [([], edit.FEWEST), (["--pairs=4"], 4), (["--pairs=7"], 7)])
