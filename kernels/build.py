@@ -147,7 +147,8 @@ def _first_that_works(architecture, make):
 def _cached(name, suffix, key, sources, folder, make):
     """(path, seconds) of the file that make(path) writes, cached by a hash of `key` and the sources."""
     folder = _private(Path(folder or os.environ.get("LONGHORN_BUILD_DIR") or ROOT / "build"))
-    read = lambda: b"".join(Path(path).read_bytes() for path in (*sorted(HEADER.parent.glob("*.h")), *sources))
+    headers = sorted([*ROOT.glob("*.h"), *HEADER.parent.glob("*.h")])
+    read = lambda: b"".join(Path(path).read_bytes() for path in (*headers, *sources))
     text = read()
     stem = f"{name}_{hashlib.sha256(chr(0).join(key).encode() + text).hexdigest()[:16]}"
     if path := _intact(folder, stem):  # no lock and no write permission needed

@@ -41,8 +41,8 @@ NO_TRACE = ("runtime/loss_curve.py", "tests/", "tools/", "bench/", "sample.py", 
             "experiments/vision/sweep.py", "experiments/vision/report.py",
             "experiments/extrapolation.py", "experiments/extrapolation_report.py", "experiments/objectives.py")
 ROOT = Path(__file__).resolve().parents[1]
-KERNELS = sorted(f"kernels/{path.name}" for kind in ("*.cu", "*.h") for path in (ROOT / "kernels").glob(kind))
-NATIVE_SOURCES = ("longhorn_scan.cu", *KERNELS)
+NATIVE_SOURCES = sorted(path.relative_to(ROOT).as_posix() for folder in (ROOT, ROOT / "kernels")
+                        for kind in ("*.cu", "*.h") for path in folder.glob(kind))
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
 files_at_start = {}  # code_files when `distributed.launch` began, right after the imports
 

@@ -126,15 +126,16 @@ def test_nothing_is_loaded_that_another_user_could_have_written(source, tmp_path
         build.build([source], folder)
 
 
-@pytest.mark.parametrize("change", ("source", "header", "new header", "flags", "cpu",
-                                    "compiler"))
+@pytest.mark.parametrize("change", ("source", "header", "new header", "a header beside longhorn_scan.cu",
+                                    "flags", "cpu", "compiler"))
 def test_another_source_flags_cpu_or_compiler_are_another_file(change, source, tmp_path, monkeypatch):
     first, _ = build.build([source], tmp_path)
     if change == "source":
         source.write_text(TINY_SOURCE % 2)
     elif "header" in change:  # the sources include it
         shutil.copy(build.HEADER, tmp_path)
-        monkeypatch.setattr(build, "HEADER", tmp_path / "lanes.h")
+        beside = change == "a header beside longhorn_scan.cu"
+        monkeypatch.setattr(build, *(("ROOT", tmp_path) if beside else ("HEADER", tmp_path / "lanes.h")))
         (tmp_path / ("lanes.h" if change == "header" else "more.h")).write_text("// edited")
     elif change == "flags":
         flags = build._flags
