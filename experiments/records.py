@@ -368,14 +368,14 @@ def of_extrapolation(saved):
     same = {}
     for record in saved:
         environment = record["environment"]
-        row = {**record["checkpoint"], **record, "time": record["date"], "left_out": ""}
+        row = {**record["checkpoint"], **record, "time": record["date"]}
         for key in ENVIRONMENT:
             row[key] = environment.get(key) or ""
         for measured in record["lengths"]:
             row[f"loss_{measured['length']}"] = measured.get("loss")
         rows.append(row)
-        of_seeds = {key: row[key] for key in ("parameters", "tokens", "block_size", "data", "dtype")}
-        same[row["run"]] = in_group(re.sub(r", seed \d+", "", row["run"]), of_seeds)
+        name = re.sub(r", seed \d+", "", row["run"])
+        same[row["run"]] = {(name, key): row[key] for key in ("parameters", "tokens", "block_size", "data", "dtype")}
     _, reasons = compare_settings(same)
     for row in rows:
         row["left_out"] = reasons.get(row["run"], "")

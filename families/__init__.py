@@ -4,6 +4,7 @@ A file holds mixers and adds a row to FAMILIES. Every program imports this folde
 cannot be imported, or changes a row that is there already, the program ends with a line that names it.
 """
 
+import copy
 import importlib
 import pkgutil
 
@@ -12,9 +13,8 @@ from common.errors import ConfigError, main_error
 from model import FAMILIES
 
 for file in pkgutil.iter_modules(__path__):
-    before = {name: [*row] for name, row in FAMILIES.items()}
+    before = copy.deepcopy(FAMILIES)
     with main_error(f"families/{file.name}.py", Exception):
         importlib.import_module(f"{__name__}.{file.name}")
-        for name, row in before.items():
-            if FAMILIES.get(name) != row:
-                raise ConfigError(f"FAMILIES has a row {name!r} already: choose another name, or remove one file")
+        if FAMILIES | before != FAMILIES:
+            raise ConfigError("it changes a row that FAMILIES has already: choose another name, or remove one file")

@@ -684,7 +684,7 @@ def law_page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("law")
     make_sweep(folder / "runs", ["longhorn", "llama", "gla"], seeds=(1001, 1002), others=(64, 128, 256, 512))
     (folder / "runs/gla_460K_256steps_lr0.004_seed1002/result.json").unlink()
-    plan = json.loads((folder / "runs/plan.json").read_text()) | {"sizes": dict.fromkeys([*SIZES, "3.5M"])}
+    plan = json.loads((folder / "runs/plan.json").read_text()) | {"sizes": dict.fromkeys([*SIZES, "3.5M"], [])}
     predictions = []
     wanted = [("longhorn", "3.5M", 1.01), ("llama", "3.5M", 1.1), ("gla", "3.5M", 1), ("llama", "130K", 1)]
     for model, size, off in wanted:

@@ -114,7 +114,7 @@ def read_plan(folder, new=False):
         with fields("it"):
             plan = read_json(path)
             texts = [plan.get(key, ()) for key in ("models", "commands", "uncommitted")]
-            texts += [argv or () for argv in plan.get("sizes", {}).values()]
+            texts += plan.get("sizes", {}).values()
             for name, at in plan["cells"].items():
                 texts.append(at.get("argv", ()))
                 if ".." in Path(name).parts or Path(name).is_absolute():
