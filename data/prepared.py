@@ -72,7 +72,8 @@ class Tokens:
             if vocab_size is not None and self.vocab_size > vocab_size:
                 raise DataError(
                     f"the vocabulary of {self.folder} ({self.vocab_size:,} tokens) is larger than the model's "
-                    f"vocab_size {vocab_size:,}: set vocab_size to at least {self.vocab_size}"
+                    f"vocab_size {vocab_size:,}: set vocab_size to at least {self.vocab_size}, or for weights that "
+                    "exist, prepare the text with their tokenizer"
                 )
             self.train = self._open("train", block_size)  # (tokens,)
             self.val = self._open("val", block_size)  # (tokens,)

@@ -583,18 +583,18 @@ def files_of_every_kind(folder, units):
 
 def test_any_files_become_shards(small_units, tmp_path, prepare):
     """The shards hold each document's tokens in order; a text is one document."""
-    texts = ["half a character \ud83d", *documents(149), "one text\n" * 100 + "the end"]
+    texts = ["half a character \ud83d, a zero \0", *documents(149), "one text\n" * 100 + "the end"]
     units = [texts[:40], texts[40:80], texts[80:120], texts[120:150], texts[150:]]
     files_of_every_kind(tmp_path / "files", units)
     byte_level_bpe(tmp_path, documents(50))
     text = Text(f"hf:{tmp_path}")
     whole = prepare(files=[tmp_path / "files"], tokenizer=f"hf:{tmp_path}", workers=2)
-    expected = reference(units, text)
+    expected = reference([[words.replace("\0", "\ufffd") for words in unit] for unit in units], text)
     splits = whole.meta["splits"].values()
     assert len(whole.meta["splits"]["train"]["shards"]) > 5
     assert whole.train[:].tolist() == expected["train"] and whole.val[:].tolist() == expected["val"]
     assert [split["documents"] for split in splits] == [ids.count(text.eot_token) for ids in expected.values()]
-    assert sum(split["bytes"] for split in splits) == len("".join(texts).encode("utf-8", "surrogatepass"))
+    assert sum(split["bytes"] for split in splits) == len("".join(texts).encode("utf-8", "surrogatepass")) + 2
     assert [split["max_token"] for split in splits] == [max(ids) for ids in expected.values()]
 
 
@@ -695,7 +695,7 @@ def test_few_documents_are_divided(small_units, tmp_path, prepare, monkeypatch, 
 
 def test_files_named_val_are_held_out_and_empty_documents_are_counted(small_units, tmp_path, prepare, capsys):
     lines = '{"text": "one"}\n{"text": null}\n{"text": ""}\n'
-    write_files(tmp_path / "in", {"train.txt": "two", "train-0.jsonl": lines, "Val/a.txt": "three", "test.txt": "4"})
+    write_files(tmp_path / "in", {"train.txt": "two", "train-0.jsonl": lines, "Val/a.txt": "three", "w.dev.txt": "4"})
     tokens = prepare(files=[tmp_path / "in"])
     assert text_of(tokens.train) == b"one\0two\0" and {*text_of(tokens.val).split(b"\0")} == {b"three", b"4", b""}
     assert tokens.meta["splits"]["train"]["documents"] == 2
@@ -755,7 +755,8 @@ ENCODINGS = [  # the file, --encoding, its text, or words of the line that refus
     (codecs.BOM_UTF32_BE + GREEK.encode("utf-32-be"), None, GREEK),
     (GREEK.encode(), "latin-1", GREEK),
     (b"caf\xe9 au lait\n" * 9, "latin-1", "café au lait\n" * 9),
-    (b"zero\0" * 9, "utf-8", "zero\0" * 9),
+    (b"zero\0" * 9, "utf-8", "zero\ufffd" * 9),
+    (GREEK.encode("utf-16-le"), "latin-1", "byte 7 is not latin-1: give another --encoding"),
     (b"a" * 350 + b"caf\xe9", None, "a.txt cannot be read (byte 353 is not utf-8: give --encoding"),
     (codecs.BOM_UTF8 + GREEK.encode()[:-2], None, "byte 169 is not utf-8: its byte order mark says"),
     (b"a\0b\0" * 9, None, "byte 1 is a zero: give --encoding"),

@@ -46,7 +46,7 @@ from common import old_names
 from configurator import Count, Seed, Share
 from data.prepared import DTYPES, SPLITS, DataError, file_sha256, read_sealed
 from data.shards import shards_sha256
-from data.tokenizer import Text, canonical, whole_characters
+from data.tokenizer import Text, canonical
 from data.tokens.sources import (
     OFFICIAL,
     Reading,
@@ -196,12 +196,11 @@ def in_batches(work, share, first, items):
 def token_arrays(text, texts):
     """[token ids of a text, ...]; <|endoftext|> in a text counts as ordinary text."""
     if text.kind == "bytes":
-        return [np.frombuffer(piece.encode("utf-8", "surrogatepass"), np.uint8) for piece in texts]
+        return [np.frombuffer(piece.encode(), np.uint8) for piece in texts]
     if text.kind == "hf":
         text.encoding.encode_special_tokens = True
-        whole = [whole_characters(piece) for piece in texts]
-        return [encoding.ids for encoding in text.encoding.encode_batch_fast(whole, add_special_tokens=False)]
-    with contextlib.suppress(ValueError):  # a lone surrogate, or more blanks than its regular expression can take
+        return [encoding.ids for encoding in text.encoding.encode_batch_fast(texts, add_special_tokens=False)]
+    with contextlib.suppress(ValueError):  # more blanks than its regular expression can take
         if text.kind == "tiktoken":
             return [text.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in texts]
     return [text.encode_ordinary(piece) for piece in texts]
@@ -368,7 +367,7 @@ def splits_by_name(paths):
     names are chance."""
     splits = {}
     for path in paths:
-        called = {path.parent.name.lower(), re.split("[-.]", path.name.lower())[0]}  # val/a.txt, val-00000-of-00002
+        called = {path.parent.name.lower(), *re.split("[-._]", path.name.lower())}  # val/a.txt, wiki.valid.tokens
         splits[path] = "val" if called & {*OFFICIAL} else "train" if "train" in called else None
     if {*splits.values()} != {*SPLITS}:
         return {}

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from data.prepared import DataError
 from data.shards import stamp
-from data.tokenizer import place_to_cut
+from data.tokenizer import place_to_cut, whole_characters
 
 # datasets and pyarrow are imported where they are used: they take seconds, and --help should not.
 
@@ -34,7 +34,8 @@ PIECE_CHARS = 1 << 20  # longest piece of a text
 MOST_SAID = 8  # how many reasons for leaving something out are printed
 SMALL = 100  # bytes; a smaller file may hold nothing but a byte order mark, or an empty packed file
 MOST_OF_A_LINE = 1 << 28  # characters of a line in a jsonl file, which is read whole
-OFFICIAL = ("validation", "val", "valid", "test")  # names of a split that holds documents out
+ZERO = "\0", "\ufffd"  # ends a document of bytes, so in a text it becomes the sign for no character
+OFFICIAL = ("validation", "val", "valid", "dev", "test")  # names of a split that holds documents out
 
 
 @dataclass
@@ -306,7 +307,7 @@ def lines_of(chunks):
     yield rest
 
 
-NESTED = "make a column of a nested value first: jq -c '{text: .a.b}' in.jsonl > out.jsonl"
+NESTED = "make a column of a nested value first (in JSON lines: jq -c '{text: .a.b}' in.jsonl > out.jsonl)"
 
 
 def has_no(column, columns):
@@ -318,7 +319,7 @@ def as_text(value, place):
     if not isinstance(value, str | None):
         kind = type(value).__name__
         raise ValueError(f"{place}: {str(value)[:20]} is not text but {kind}: name another --text_column, or {NESTED}")
-    return value or ""
+    return whole_characters(value or "").replace(*ZERO)
 
 
 def in_short(error):
@@ -349,7 +350,10 @@ def decoded(stream, encoding):
             raise ValueError(f"byte {place + zero:,} is a zero: give --encoding: utf-16-le, or utf-8 if it is text")
         before = len(decoder.getstate()[0])  # bytes of an incomplete character
         try:
-            yield decoder.decode(chunk, final=not chunk)
+            text = decoder.decode(chunk, final=not chunk)
+            if "\0" in text and encoding and codecs.lookup(name).name != "utf-8":
+                raise UnicodeDecodeError(name, chunk, text.index("\0"), len(chunk), "a zero")
+            yield text.replace(*ZERO)
         except UnicodeError as error:
             byte = place - before + getattr(error, "start", 0)
             remedy = "give --encoding, such as latin-1 or cp1252"
