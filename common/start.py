@@ -6,8 +6,13 @@ at a third of its speed. On two cores of an EPYC beside one busy process, spinni
 quiet machine it costs a tenth. Only how CPU threads wait changes.
 """
 
+import importlib.util
 import os
 import signal
+import sys
+
+if importlib.util.find_spec("torch") is None:
+    sys.exit(f"{sys.executable} has no PyTorch: run `. .venv/bin/activate` first; `make train` sets .venv up")
 
 EARLY = (signal.SIGINT, signal.SIGTERM)
 

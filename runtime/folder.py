@@ -220,6 +220,9 @@ class Folder:
         if before["warmup_iters"] < 0 and before["max_iters"] != config.max_iters:
             before["warmup_iters"] = round(0.05 * before["max_iters"])
         config.warmup_iters = before["warmup_iters"]
+        if config.warmup_iters >= config.max_iters > 1:
+            raise ConfigError(f"max_iters {config.max_iters} is within this run's warmup of {config.warmup_iters} "
+                              "steps: choose more steps, or another out_dir")
 
     def restore(self, path, tensors, meta):
         """Restore what `save` wrote, in this run or in a branch's trunk."""

@@ -527,6 +527,8 @@ def test_a_run_goes_on_longer(data, ran, out, tmp_path, changes, stop):
     assert_same_training(out, tmp_path / "whole")
     assert record(out)["val_loss"] == record(tmp_path / "whole")["val_loss"] and record(out)["steps"] == stop + 4
     refuse(arguments(data, out, **{**longer, "max_iters": stop}), f"max_iters {stop + 4} -> {stop}")
+    if stop == 1:
+        refuse(arguments(data, out, **{**longer, "max_iters": 3}), "max_iters 3 is within this run's warmup of 4 steps")
 
 
 def test_a_branch_is_the_run_from_scratch(trunk, ran, tmp_path):
@@ -718,6 +720,9 @@ def test_ctrl_c_while_pytorch_is_imported(data, out, start):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.wait(600) == -signal.SIGINT and process.said() == "SIGINT: ended before it began\n"
+    process = start([sys.executable, "-S", "train.py"])  # without the packages of .venv
+    assert process.wait(600) == 1 and process.said().endswith("PyTorch: run `. .venv/bin/activate` first; `make train` "
+                                                              "sets .venv up\n")
 
 
 @pytest.mark.parametrize("call, done, buffers", [(8, 2, 0), (9, 3, 0), (2, 0, 0), (8, 3, 1)])
