@@ -639,6 +639,8 @@ def compare(expected, logits, kind, why=()):
     difference = float((logits - expected).abs().max() / expected.abs().max())
     if not difference <= most:  # nan, too
         differ = f"its logits differ by {difference:.0e} of the largest, and rounding by at most {most:.0e}"
+        if math.isnan(difference):
+            differ = "its logits are not finite: look for NaN or infinity in its weights"
         raise Unlike("; ".join([differ, *why]))
     return difference
 

@@ -562,7 +562,7 @@ def test_without_transformers_nothing_is_done(leave, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("times, refusal", [(1 + 3e-4, "logits differ by 3e-04 of the largest"), (1 + 3e-5, None),
-                                            (float("nan"), "logits differ by nan")])
+                                            (float("nan"), "logits are not finite: look for NaN")])
 def test_what_cannot_be_read_back_gets_no_name(times, refusal, leave, tmp_path, monkeypatch):
     """A fault of the writer larger than a ten-thousandth of the largest logit, which is more than kernels differ by."""
     real = export.write_files
@@ -570,7 +570,7 @@ def test_what_cannot_be_read_back_gets_no_name(times, refusal, leave, tmp_path, 
         folder, config, {**tensors, "norm.weight": tensors["norm.weight"] * times}, files))
     result = leave(tiny())
     if refusal:
-        refused(result, refusal, "at most 1e-04", "nothing was written")
+        refused(result, refusal, "nothing was written")
     assert sorted(os.listdir(tmp_path)) == (["run"] if refusal else ["hf", "run"])
 
 
