@@ -23,8 +23,11 @@ COUNT = itertools.count()
 def linear(n_in, n_out, start=None, bias=None, parts=None):
     """An nn.Linear(n_in, n_out). start, bias: starts of its weight and bias; bias None: no bias.
 
-    parts: the rows of each map, if several are fused in one matrix (Muon treats each by itself); None: one map.
+    parts: the rows of each map, if several are fused in one matrix (Muon treats each by itself); None: one map. Raises
+    ValueError unless they add up to n_out.
     """
+    if parts and sum(parts) != n_out:
+        raise ValueError(f"parts {parts} must add up to the {n_out} rows of the linear map")
     module = nn.Linear(n_in, n_out, bias=bias is not None)
     module.parts = parts
     if start is not None:
@@ -41,7 +44,9 @@ def parameter(*shape, start):
 
 def to_draw(p, start):
     """The parameter p, which is NaN until `draw`: its bits are its own, and change with any arithmetic, even
-    p.data.mul_(0.5)."""
+    p.data.mul_(0.5). Raises ValueError unless start is a function."""
+    if not callable(start):
+        raise ValueError(f"start={str(start)[:40]} is not a function of the parameter, as constant(0.0) is")
     steps = 0.25 / torch.finfo(p.dtype).eps
     p.undrawn = int(next(COUNT) % steps - 3 * steps)
     bits_of(p).fill_(p.undrawn)

@@ -536,6 +536,14 @@ def test_the_embedding_is_nan_until_it_is_drawn_and_what_has_no_start_keeps_its_
     assert (LM(config("written")).layers[0].branches[0].mixer.v.weight == 1).all()
 
 
+@pytest.mark.parametrize("make, words", [
+    (lambda: parameters.parameter(3, start=torch.zeros(3)), r"start=tensor\(\[0.*\) is not a function of the"),
+    (lambda: parameters.linear(4, 12, parts=[4, 4]), r"parts \[4, 4\] must add up to the 12 rows")])
+def test_a_start_that_is_no_function_and_parts_that_lack_rows(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
 def test_logarithms_start_above_minus_infinity():
     p = torch.empty(5)
     parameters.log_uniform(0.0, 1e-9)(p)
