@@ -271,7 +271,7 @@ def test_a_run_waits_for_the_one_that_may_still_save_what_it_resumes(tmp_path, m
     """It waits for half of timeout_minutes, at most five minutes."""
     lock = mock.Mock()
     monkeypatch.setattr(files, "lock_folder", lock)
-    with Folder(TrainConfig(out_dir=str(tmp_path), resume=resume, timeout_minutes=minutes), None, None):
+    with Folder(TrainConfig(out_dir=str(tmp_path), resume=resume, timeout_minutes=minutes), None, mock.Mock()):
         lock.assert_called_once_with(tmp_path, seconds)
 
 
