@@ -398,10 +398,13 @@ def in_times(interval):
 
 
 def data_path(dataset):
-    """The dataset's folders by their absolute paths: snapshots have no data."""
+    """The dataset's folders by their absolute paths: snapshots have no data. Raises ConfigError for what is not
+    prepared, before the first run."""
     parts = []
     for name, colon, share in (part.partition(":") for part in dataset.split(",")):
         folder = Path(name) if Path(name).is_dir() else REPO / "data" / name
+        if not (folder / "meta.json").exists():
+            raise ConfigError(f"{name}: {folder} is not prepared (no meta.json): prepare it first")
         parts.append(f"{folder.resolve()}{colon}{share}")
     return ",".join(parts)
 

@@ -273,6 +273,7 @@ WINDOW = 32         .  eval_block_size is 16 in HEAD and 32 in the edit: give on
 NOISE = 0                           /config/x.py       /config/x.py is not in
 NOISE = 0                           --against=nowhere  --against=nowhere: there is no such commit
 NOISE = 0                           a.patch            a.patch does not apply to
+NOISE = 0                           --data=nowhere     nowhere is not prepared (no meta.json)
 NOISE = 0                           HEAD .             HEAD: no file that training loads differs
 NOISE = 0                           --sizes=7B         --sizes=7B: there are 460K, 1.5M, config; give one of them
 NOISE = 0                           --steps=4          steps 4 must be at least 8
@@ -300,7 +301,11 @@ def test_the_probe_counts_the_vocabulary_of_the_data(tmp_path, monkeypatch, caps
         edit_probe.main(["config/longhorn_laptop.py", *tiny, f"--dataset={dataset}"], tmp_path)
         about = json.loads(capsys.readouterr().out)
         assert about["draws"]["embed.weight"][0] == 32 * tokens and about["dataset"] == dataset
-    assert edit.data_path(f"{tmp_path / 'mine'}:0.8,other:0.2") == f"{tmp_path / 'mine'}:0.8,{ROOT / 'data/other'}:0.2"
+    monkeypatch.setattr(edit, "REPO", tmp_path)
+    monkeypatch.chdir(tmp_path.parent)
+    (tmp_path / "data").symlink_to(tmp_path)
+    here = f"{tmp_path / 'mine'}"
+    assert edit.data_path(f"{here}:0.8,mine:0.2") == f"{here}:0.8,{here}:0.2"
 
 
 PATCHES = "\n\nimport data.loader\n\ndata.loader.eval_windows = F.cross_entropy = lambda *args, **how: 1 / 0\n"
