@@ -390,9 +390,9 @@ class Branch(nn.Module):
         else:
             out = self.mixer(x, state) if self.has_state else self.mixer(x)
             out = (*out, passed) if isinstance(out, tuple) else (out, None, passed)
-        if not (isinstance(out, tuple) and len(out) == 3):
-            raise ConfigError(f"{where_is(type(self.mixer))}: forward must return y, or y and a state; with passes = "
-                              "True y, a state and what is passed on")
+        if not (isinstance(out, tuple) and len(out) == 3) or state is not None and out[1] is None:
+            raise ConfigError(f"{where_is(type(self.mixer))}: forward must return y, or y and the next state if it is "
+                              "given one; with passes = True y, a state and what is passed on")
         y = out[0]
         if not torch.is_tensor(y) or y.shape != h.shape or torch.promote_types(y.dtype, h.dtype) != h.dtype:
             raise ConfigError(f"{where_is(type(self.mixer))}: forward returned "

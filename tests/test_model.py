@@ -849,17 +849,18 @@ def test_a_mixer_with_other_results_is_named(passes, results, monkeypatch):
 @pytest.mark.parametrize("how, words", [
     ("x[:, -1]", r"forward returned \(2, 32, torch.float32\) for x \(2, 9, 32, torch.float32\): return y of x's shape"),
     ("x[:1]", r"\(1, 9, 32,"), ("x.double()", r"\(2, 9, 32, torch.float64\)"), ("None", "returned None for x"),
+    ("x", "forward must return y, or y and the next state if it is given one"),
     ("(x, x)", r"initial_state\(2, device\) has a tensor \(1, 3\): give it \(2, ...\)")])
 def test_a_mixer_that_returns_something_else_is_named(how, words, monkeypatch):
     """Also what would be broadcast over rows, or make all later layers wider."""
     class Own(Mean):
         forward = eval(f"lambda self, x, state=None: {how}")
-        initial_state = lambda self, batch_size, device: torch.zeros(1, 3)
+        initial_state = lambda self, batch_size, device: torch.zeros(1 if how == "(x, x)" else 2, 3)
 
     monkeypatch.setitem(FAMILIES, "own", [Own])
     lm = LM(config("own"))
     with pytest.raises(ValueError, match=rf"^Own \([^\n]*\): [^\n]*{words}"):
-        lm(tokens(2, 9)), lm.initial_state(2)
+        lm(tokens(2, 9)), lm(tokens(2, 9), state=lm.initial_state(2))
 
 
 @pytest.mark.parametrize("row, words", [
