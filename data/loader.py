@@ -143,6 +143,22 @@ def inputs_and_targets(rows, device):
     return xy[0], xy[1]
 
 
+def windows_per_step(batch_tokens, block_size):
+    """The windows of a step. Raises DataError if they are not a whole number, or more than 2^24."""
+    if batch_tokens < block_size or batch_tokens % block_size:
+        nearest = max(1, round(batch_tokens / block_size)) * block_size
+        raise DataError(
+            f"batch_tokens {batch_tokens} is not a multiple of block_size {block_size}: the nearest is {nearest}"
+        )
+    windows = batch_tokens // block_size
+    if windows > MAX_WINDOWS:
+        raise DataError(
+            f"batch_tokens {batch_tokens} is {windows:,} windows of {block_size}: at most "
+            f"{MAX_WINDOWS:,} per step; choose fewer batch_tokens"
+        )
+    return windows
+
+
 class TokenData:
     """A prepared dataset for training: the micro-batches of each step, the batches of an evaluation, its identity.
 
@@ -159,17 +175,7 @@ class TokenData:
     """
 
     def __init__(self, tokens, block_size, batch_tokens, seed, device="cpu"):
-        if batch_tokens < block_size or batch_tokens % block_size:
-            nearest = max(1, round(batch_tokens / block_size)) * block_size
-            raise DataError(
-                f"batch_tokens {batch_tokens} is not a multiple of block_size {block_size}: the nearest is {nearest}"
-            )
-        self.windows_per_step = batch_tokens // block_size
-        if self.windows_per_step > MAX_WINDOWS:
-            raise DataError(
-                f"batch_tokens {batch_tokens} is {self.windows_per_step:,} windows of {block_size}: at most "
-                f"{MAX_WINDOWS:,} per step; choose fewer batch_tokens"
-            )
+        self.windows_per_step = windows_per_step(batch_tokens, block_size)
         self.tokens = tokens
         self.block_size = block_size
         self.batch_tokens = batch_tokens

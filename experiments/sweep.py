@@ -170,12 +170,14 @@ def config_file(model, config):
 
 def check_configs(preset):
     """Raises ConfigError that names all config files that are missing, of any family at any size."""
+    from families import FAMILIES as known
+
     configs = list(dict.fromkeys(size.config for size in preset.sizes.values()))
     names = dict.fromkeys(config_file(*both) for both in itertools.product(preset.models, configs))
     missing = [name for name in names if not (REPO / name).exists()]
     if missing:
         one = configs[0]
-        known = sorted(p.stem.removesuffix(f"_{one}") for p in REPO.glob(f"config/*_{one}.py"))
+        known = sorted(name for name in known if (REPO / config_file(name, one)).exists())
         raise ConfigError(f"missing: {', '.join(missing)}; write each as config/longhorn_{one}.py, with its own "
                           f"model = NAME, or choose families of {', '.join(known)}")
 
@@ -402,7 +404,6 @@ def find_rates(preset, folder, go, plan_only=False):
 
 
 BEYOND = ", and more where a search goes beyond its rates"
-START_SECONDS = 8.0  # imports, the check at the start, the evaluation
 
 
 def vocabulary(dataset):
@@ -472,9 +473,9 @@ def estimate(cells, timed=None):
         c.at["embedding"] = parameters["embedding"]
         c.at["tokens"] = config.max_iters * config.batch_tokens
         c.at["flops"] = per_token * trained
-        c.seconds = START_SECONDS + cpu_seconds(c.at["flops"], trained)
+        c.seconds = machine.START_SECONDS + cpu_seconds(c.at["flops"], trained)
         if timed and key in timed:
-            c.seconds = START_SECONDS + timed[key] * trained
+            c.seconds = machine.START_SECONDS + timed[key] * trained
 
 
 def whole_path(setting):
@@ -485,24 +486,37 @@ def whole_path(setting):
     return setting
 
 
-def check_data(cells):
-    """Open the data of every context, so that missing data is reported now, in one line, and not by every run."""
+def check_data(cells, dry_run=False):
+    """Open the data, so that what is wrong with it is reported now, in one line, and not by every run; say how often a
+    run reads it, if that is more than four times. dry_run: it need not be prepared."""
     from data.mixture import parse_mixture
     from data.prepared import Tokens, find_dataset
 
-    for dataset, context in {(load(c.argv).dataset, c.at["context"]) for c in cells}:
-        for name, _ in parse_mixture(dataset):
-            Tokens(find_dataset(name), block_size=context)
+    configs = [load(c.argv) for c in cells]
+    longest = max(config.max_iters * config.batch_tokens for config in configs)
+    context = max(config.block_size for config in configs)
+    for dataset in {config.dataset for config in configs}:
+        for name, share in parse_mixture(dataset):
+            folder = find_dataset(name)
+            if dry_run and not (folder / "meta.json").exists():
+                print(f"the dataset {name} is not prepared here")
+                continue
+            tokens = len(Tokens(folder, block_size=context).train)
+            if longest * share > 4 * tokens:
+                print(f"{name} has {tokens:,} tokens to train on: the longest run reads each "
+                      f"{float(longest * share / tokens):,.0f} times")
 
 
 def check_settings(cells):
     """Raises ConfigError if train.py would, or if configs differ in what must not differ within a sweep."""
+    from data.loader import windows_per_step
     from train import check
 
     first = {}  # setting: (family, value)
     for c in cells:
         config = load(c.argv)
         check(config)
+        windows_per_step(config.batch_tokens, config.block_size)
         shared = {}
         if c.at["stage"] != "cosine":
             shared = {key: getattr(config, key, None) for key in KINDS["scaling"].same}
@@ -563,7 +577,7 @@ class Sweep(Experiment):
     too_long = "this takes years here; a plan for GPUs: --dry-run --gpus=8 --gpu=H100"
     sets = SET_BY_THE_SWEEP
     timed = None  # {(family, size): seconds per token}, where runs go to this machine's CPU
-    see = "FAMILY, --seeds, --budgets, --out"
+    see = "FAMILY, --seeds, --steps, --budgets, --out"
 
     def run(self):
         args = self.args
@@ -596,8 +610,7 @@ class Sweep(Experiment):
         expected = [*searches, *reported_cells(self.preset, rates, self.folder)]
         expected = list({c.name: c for c in expected}.values())
         check_settings(expected)
-        if not self.args.dry_run:
-            check_data(expected)
+        check_data(expected, self.args.dry_run)
         self.check_sizes(before)
         estimate(expected, self.timed)
         return expected

@@ -22,12 +22,12 @@ import numpy as np
 import pytest
 import torch
 from faults import STAND_IN, both_have, cell_events, drive, gated, notes, wait_until
-from helpers import ROOT, refuse, refused, run_program, succeed, table
+from helpers import ROOT, refuse, refused, run_program, succeed, table, write_folder
 from safetensors.torch import save_file
 
 from common.errors import ConfigError
 from experiments import report, sweep
-from experiments.sweeps import engines, runner
+from experiments.sweeps import engines, machine, runner
 from experiments.sweeps.runner import Cell
 from model import FAMILIES, SwiGLU
 from runtime import records
@@ -432,13 +432,14 @@ def plan_for(capsys, *argv):
 def test_a_plan_for_gpus_that_are_named_and_not_here(capsys, monkeypatch):
     """An H200 reached 324,386 tokens per second with 23.3 GB. An H100 has its peak, an A100 312 of 989 TFLOP/s. Mamba
     was not measured. A run keeps three checkpoints of 12 bytes per parameter."""
-    monkeypatch.setattr("data.prepared.find_dataset", lambda name: pytest.fail("no data are needed"))
+    monkeypatch.setattr("data.prepared.find_dataset", lambda name: Path("nothing"))
     minutes = 4800 * 524288 / 324386 / 8 / 60
     rows, rest, commands = plan_for(capsys, "--gpu=H100", "--gpus=8")
     assert rows["longhorn", "120M"] == ["32", "23 of 80 GB", "26%, measured", f"{minutes:.0f} min"]
     assert rows["mamba", "350M at 4096"] == ["4", "32 of 80 GB", "25%, assumed", "2.2 h"]  # 2.26e9 FLOPs per token
-    assert rest[0].startswith("8 runs, 38.4B tokens") and "on 8 x H100, 1 at a time: about 9.9 h in all" in rest[0]
-    assert rest[2].startswith("disk: 72 GB for checkpoints; 14 GB of tokens")
+    assert rest[0] == "the dataset openwebtext is not prepared here"
+    assert rest[1].startswith("8 runs, 38.4B tokens") and "on 8 x H100, 1 at a time: about 9.9 h in all" in rest[1]
+    assert rest[3].startswith("disk: 72 GB for checkpoints; 14 GB of tokens")
     assert len(commands) == 8 and all("--standalone --nproc_per_node=8 " in line for line in commands)
     rows, _, _ = plan_for(capsys, "--gpu=a100")
     assert rows["longhorn", "120M"][3] == f"{minutes * 989 / 312:.0f} min"
@@ -452,10 +453,58 @@ def test_a_plan_for_gpus_that_are_named_and_not_here(capsys, monkeypatch):
     assert "torchrun --nnodes=8 --node_rank=$RANK --master_addr=$HOST --nproc_per_node=8 train.py" in commands[0]
     rows, rest, _ = plan_for(capsys, "--gpu=H200", "--gpus=64", "--cluster=slurm")
     longest = rows["mamba", "350M at 4096"][3]  # of eight runs side by side
-    assert f"on 64 x H200, 8 at a time: about {longest} in all" in rest[0] and "--nproc_per_node=8 train.py" in rest[-1]
-    assert "(slurm: gpus=8; " in rest[3]
+    assert f"on 64 x H200, 8 at a time: about {longest} in all" in rest[1] and "--nproc_per_node=8 train.py" in rest[-1]
+    assert "(slurm: gpus=8; " in rest[4]
     _, rest, _ = plan_for(capsys)
     assert rest[-1].endswith("--dry-run --gpus=8 --gpu=H100")  # a CPU is no machine for the paper
+
+
+def row_of_plan(line, gpu="H100-9999GB", nproc=6, records=()):
+    """Of a run with 60e9 parameters, 10e9 of them in the embedding: micro-batch, memory, share, seconds; and what it
+    adds to the arguments. A quarter of six H100s' peak does it in 3000 seconds; a step is 30 sequences, 3 at a time."""
+    at = {"model": "gla", "size": "60B", "parameters": 60e9, "embedding": 10e9, "tokens": 3e8, "from": 300_000,
+          "flops": 3000 * 6 * 989e12 / 4}
+    config = sweep.load("--n_layer=5 --n_embd=1000 --vocab_size=50000 --block_size=1000000 --batch_tokens=30000000 "
+                        f"--max_iters=310000 --micro_batch_size=3 --compile {line}".split())
+    cell = Cell("run", [], at)
+    row = machine.place(cell, config, nproc, gpu, records)
+    return f"{row[4]}: {row[5]}, {row[6]}, {cell.seconds:.0f} s {cell.argv}"
+
+
+# 3e6 tokens take 60 x 5 x 1000 + 2 x 50,000 bytes each, so 1200 GB beside 16 x 60; the check at the start 8 seconds
+@pytest.mark.parametrize("line, words", table("""
+--dtype=bfloat16           3: 2160 of 9999 GB, 25%, assumed, 3008 s []
+--dtype=float32            3: 3360 of 9999 GB, 25%, assumed, 6008 s []
+--optimizer=muon           3: 1960 of 9999 GB, 25%, assumed, 3008 s []
+--recompute=block          3: 1500 of 9999 GB, 25%, assumed, 4008 s []
+--recompute=every_other    3: 1836 of 9999 GB, 25%, assumed, 3608 s []
+--parallel=fsdp            3: 1560 of 9999 GB, 25%, assumed, 3008 s []
+--compile=false            3: 2160 of 9999 GB, 25%, assumed, 3008 s []
+--parallel=fsdp --optimizer=muon --recompute=block --dtype=float32   3: 1347 of 9999 GB, 25%, assumed, 8008 s []
+"""))
+def test_a_plan_follows_the_settings_of_a_run(line, words):
+    assert row_of_plan(line) == words
+    measured = row_of_plan(line, records={("gla", 60e9, 10**6, 3): (0.5, 2000e9)})
+    assert measured == ("3: 2000 of 9999 GB, 50%, measured, 1508 s []" if "bf" in line else words)
+
+
+def test_a_plan_shards_within_a_machine_halves_and_waits_for_python():
+    assert row_of_plan("--parallel=hsdp", nproc=30).startswith("1: 720 of ")  # 960 / 8 + 80 + 120, and 400
+    assert row_of_plan("", "H100-1500GB") == "1: 1360 of 1500 GB, 25%, assumed, 3008 s ['--micro_batch_size=1']"
+    with pytest.raises(ConfigError, match="gla 60B does not fit: one sequence takes 1360.0 GB, and H100-1400GB has"):
+        row_of_plan("", "H100-1400GB")
+    assert " 20008 s" in row_of_plan("--max_iters=1300000")  # 2 ms for 5 layers, 2 micro-batches and a million steps
+
+
+def test_a_plan_says_which_data_are_missing_or_read_often(tmp_path, capsys):
+    for tokens, said in (65536, ""), (65535, f"{tmp_path} has 65,535 tokens to train on: the longest run reads each "
+                                             "4 times\n"):
+        write_folder(tmp_path, tokens, 300)
+        cells = every_cell(chosen("duel", "gla", "gla@a", "--sizes=460K", f"--dataset={tmp_path}:.25,none:.75"))
+        sweep.check_data(cells, dry_run=True)
+        assert capsys.readouterr().out == f"{said}the dataset none is not prepared here\n"
+    with pytest.raises(ConfigError, match="none"):
+        sweep.check_data(cells, dry_run=False)
 
 
 def test_a_plan_counts_the_vocabulary_of_the_dataset(tmp_path):
@@ -714,7 +763,13 @@ paper --gpu=H100                            give --gpu=NAME and --dry-run
 paper --dry-run --gpus=8                    --gpu=NAME
 paper rwkv4 --dry-run --gpu=H100            missing: config/rwkv4_120m.py, config/rwkv4_350m.py; write each
 paper gla --dry-run --gpu=K80               --gpu=K80: known are H200, H100 PCIe
-paper gla --dry-run --gpu=H100 --gpus=6     6 GPUs cannot share the 512 sequences of a step
+paper X --dry-run                           llama, longhorn, mamba, mamba2, mesa, retnet, rwkv
+paper gla --dry-run --gpu=H100 --gpus=12    12 GPUs cannot share the 512 sequences of a step: choose 8 or 16, or
+paper gla --dry-run --gpu=H100-4GB          gla 350M does not fit: one sequence takes
+paper gla --dry-run --batch_tokens=500000   not a multiple of block_size 1024: the nearest is 499712
+paper gla --dry-run --gpu=H100 --gpus=1 --parallel=fsdp    --parallel=fsdp on 1 GPU(s): give a run at least 2
+paper gla --dry-run --gpu=H100 --parallel=hsdp             at least 16
+laptop --sizes=9K:max_iters=2               see FAMILY, --seeds, --steps, --budgets
 paper gla --dry-run --gpu=H100 --nproc=16   --nproc=16: more than --gpus=8
 """
 

@@ -4,9 +4,10 @@
     memory = 16 N + t (60 L d + 2 V)          bytes: float32 weights, gradients, AdamW's moments; t tokens per
                                               micro-batch, L layers of width d, V the vocabulary (docs/scale.md)
 
-share and memory come from results/h200 if a record has the family, size, context and micro-batch. Else the share is
-ASSUMED, and memory follows the formula above, measured for Longhorn. Left out: communication between GPUs, and
-evaluations.
+--parallel, --recompute, --optimizer and --dtype change these as docs/scale.md says. share and memory come from
+results/h200 if a record has these settings, the family, size, context and micro-batch. Else the share is ASSUMED, and
+memory follows the formula above, measured for Longhorn. A step takes at least what Python does. Left out: communication
+between GPUs, and evaluations.
 """
 
 import heapq
@@ -22,6 +23,9 @@ from runtime.records import read_json
 
 RECORDS = Path(__file__).resolve().parents[2] / "results" / "h200"
 ASSUMED = 0.25  # share of the peak if nothing was measured: a little less than Longhorn's
+MEASURED = {"optimizer": "adamw", "parallel": "ddp", "recompute": "none", "compile": True}  # and in bfloat16
+START_SECONDS = 8.0  # of a run: imports, the check at the start, the evaluation
+WAITING = 2e-3  # seconds per layer and micro-batch that a GPU waits for Python: a little less than LLaMA's on an H200
 PER_NODE = 8  # GPUs
 COLUMNS = ["model", "size", "parameters", "tokens", "micro-batch", "memory", "of the peak", "a run", "runs"]
 
@@ -45,30 +49,59 @@ def measured():
     return found
 
 
+def checkpoint_bytes(at, config):
+    """Float32 weights and their moments: two per parameter, but one of a layer's with Muon."""
+    saved = 4 if config.optimizer == "muon" else 0
+    return 12 * at["parameters"] - saved * (at["parameters"] - at["embedding"])
+
+
+def held_bytes(at, config, nproc):
+    """What a GPU holds beside activations: weights, moments and gradients; or its shard of them, the embedding with its
+    gradient, and two layers with the gradients of one. Raises ConfigError if there are too few GPUs to shard over."""
+    states = checkpoint_bytes(at, config) + 4 * at["parameters"]
+    if config.parallel == "ddp":
+        return states
+    least, shards = (2, nproc) if config.parallel == "fsdp" else (2 * PER_NODE, PER_NODE)
+    if nproc < least:
+        raise ConfigError(f"--parallel={config.parallel} on {nproc} GPU(s): give a run at least {least}, by --gpus and "
+                          "--nproc, or use --parallel=ddp")
+    return states / shards + 8 * at["embedding"] + 12 * (at["parameters"] - at["embedding"]) / config.n_layer
+
+
 def place(cell, config, nproc, gpu, records):
     """Set the `seconds` of a cell on nproc GPUs, and the micro-batch that fits in its arguments; returns its row.
-    Raises ConfigError if a step cannot be shared."""
-    peak, available = gpus.peak_flops(gpu), gpus.memory(gpu)
-    at, source = cell.at, "assumed"
-    in_step = config.batch_tokens // config.block_size
+    Raises ConfigError if a step cannot be shared, or one sequence does not fit."""
+    available = gpus.memory(gpu)
+    at, source, share = cell.at, "assumed", ASSUMED
+    L, T = config.n_layer, config.block_size
+    in_step = config.batch_tokens // T
     if in_step % nproc:
-        raise ConfigError(f"{nproc} GPUs cannot share the {in_step} sequences of a step: choose --gpus={in_step} or "
-                          "another divisor, or another --batch_tokens")
+        near = sorted(range(1, in_step + 1), key=lambda n: (in_step % n > 0, abs(n - nproc)))  # divisors first
+        raise ConfigError(f"{nproc} GPUs cannot share the {in_step} sequences of a step: choose "
+                          f"{' or '.join(map(str, near[:2]))}, or another --batch_tokens")
+    factor = 2 if config.dtype == "float32" else 1  # bytes, and seconds: TF32 has half the peak
+    half = (L + 1) // 2
+    whole, again = {"none": (L, 0), "every_other": (half, half), "block": (1, L)}[config.recompute]  # layers
     sequences = min(config.micro_batch_size, in_step // nproc)
-    fixed = 16 * at["parameters"]
-    per_token = 60 * config.n_layer * config.n_embd + 2 * config.vocab_size
-    share, memory = ASSUMED, fixed + sequences * config.block_size * per_token
-    if (record := (at["model"], at["parameters"], config.block_size, sequences)) in records:
+    fixed = held_bytes(at, config, nproc)
+    of_one = T * (factor * (60 * whole * config.n_embd + 2 * config.vocab_size) + 4 * again * config.n_embd)
+    record = at["model"], at["parameters"], T, sequences
+    if record in records and factor == 1 and vars(config).items() >= MEASURED.items():
         share, memory = records[record]
-        source = "measured"
-    while memory > 0.95 * available and sequences > 1:
-        memory = (memory + fixed) / 2
+        of_one, source = (memory - fixed) / sequences, "measured"
+    while (memory := fixed + sequences * of_one) > 0.95 * available:
+        if sequences == 1:
+            raise ConfigError(f"{at['model']} {at['size']} does not fit: one sequence takes {memory / 1e9:.1f} GB, and "
+                              f"{gpu} has {available / 1e9:.0f} (5% stay free): choose --recompute=block, "
+                              "--parallel=fsdp with more GPUs, a shorter --block_size, another --gpu, or other --sizes")
         sequences //= 2
         share, source = ASSUMED, "assumed"
     if sequences < config.micro_batch_size:
         cell.argv = [word for word in cell.argv if not word.startswith("--micro_batch_size=")]
         cell.argv.append(f"--micro_batch_size={sequences}")
-    cell.seconds = at["flops"] / (share * peak * nproc)
+    micro_batches = (config.max_iters - at["from"]) * -(-in_step // (nproc * sequences))
+    computing = at["flops"] * factor / (share * gpus.peak_flops(gpu) * nproc)
+    cell.seconds = START_SECONDS + (1 + again / (3 * L)) * max(computing, WAITING * L * micro_batches)
     return [at["model"], at["size"], human(at["parameters"]), human(at["tokens"]), str(sequences),
             f"{memory / 1e9:.0f} of {available / 1e9:.0f} GB", f"{share:.0%}, {source}", runner.hours(cell.seconds)]
 
@@ -85,7 +118,7 @@ def say_plan(cells, configs, gpu, count, nproc):
     rows, kept = Counter(), 0
     for cell, config in zip(cells, configs, strict=True):
         rows[tuple(place(cell, config, nproc, gpu, records))] += 1
-        kept += 12 * cell.at["parameters"] * (config.keep_checkpoints + 1)  # plus the best one
+        kept += checkpoint_bytes(cell.at, config) * (config.keep_checkpoints + 1)  # plus the best one
     print(table([COLUMNS, *([*row, str(runs)] for row, runs in rows.items())]))
     flops, tokens = (sum(cell.at[key] for cell in cells) for key in ("flops", "tokens"))
     at_once = max(1, count // nproc)
@@ -95,11 +128,12 @@ def say_plan(cells, configs, gpu, count, nproc):
     print(f"{len(cells)} runs, {human(tokens)} tokens, {flops:.2g} FLOPs on {count} x {name}, {at_once} at a time: "
           f"about {runner.hours(max(ends))} in all")
     if min(cell.seconds for cell in cells) < 60:
-        print("a run of less than a minute takes longer: these times leave out its start, and waiting for Python")
-    print(f"measured: on one H200 (results/h200); assumed: {ASSUMED:.0%}, which small models do not reach, and a "
-          "loop over time in Python not by far; both are shares of this GPU's peak, without communication and "
-          "evaluations; memory that is assumed is what Longhorn would take: run a family of your own there with "
-          "--max_iters=20")
+        print(f"a run of less than a minute is mostly its start, {START_SECONDS:.0f} s, and waiting for Python, "
+              f"{1000 * WAITING:.0f} ms per layer and micro-batch; both are assumed")
+    print("measured: on one H200 (results/h200), compiled, in bfloat16, with AdamW, ddp and no recompute; assumed: "
+          f"{ASSUMED:.0%}, which small models do not reach, and a loop over time in Python not by far; both are shares "
+          "of this GPU's peak (in float32 half of it), without communication and evaluations; memory that is assumed "
+          "is what Longhorn would take: run a family of your own there with --max_iters=20")
     bytes_per_token = 4 if configs[0].vocab_size > 2**16 else 2
     longest = max(cell.at["tokens"] for cell in cells) * bytes_per_token
     print(f"disk: {kept / 1e9:,.0f} GB for checkpoints; {longest / 1e9:,.0f} GB of tokens, so that the longest run "
