@@ -656,7 +656,7 @@ class Sweep(Experiment):
     def say_plan(self, cells, jobs, where):
         if self.args.gpu:
             configs = [load(c.argv) for c in cells]
-            machine.say_plan(cells, configs, self.args.gpu, self.args.gpus, self.nproc)
+            machine.say_plan(cells, configs, self.args.gpu, self.args.gpus, self.nproc, self.preset.one_by_one)
             if self.args.cluster:
                 print(f"{self.args.cluster}: a run is a job on one node, with --nproc={self.nproc} and its GPUs in "
                       f"--cluster_args (slurm: gpus={self.nproc}; ray: num_gpus={self.nproc})")
@@ -668,11 +668,12 @@ class Sweep(Experiment):
         super().say_plan(cells, jobs, where)
 
     def say_commands(self, cells):
-        """For the preset paper, print the commands of all cells, for a node of --gpus GPUs."""
+        """For the preset paper, print the commands of all cells, for the GPUs of a run."""
         if not cells or self.args.command != "paper" or self.args.cluster:
             return super().say_commands(cells)
         for c in cells:
-            print(machine.torchrun(self.args.gpus), *c.command(self.folder)[1:])
+            nproc = self.nproc if self.args.gpu else self.args.gpus
+            print(machine.torchrun(nproc), *c.command(self.folder)[1:])
 
     def chosen(self):
         """The preset as the command line changes it. Raises ConfigError."""

@@ -448,6 +448,8 @@ def test_a_plan_for_gpus_that_are_named_and_not_here(capsys, monkeypatch):
     rows, _, commands = plan_for(capsys, "--gpu=rtx-4090", "--gpus=4")
     assert rows["longhorn", "350M"][:3] == ["8", "18 of 24 GB", "25%, assumed"]
     assert "--nproc_per_node=4 " in commands[2] and "--micro_batch_size=8 " in commands[2]
+    _, rest, commands = plan_for(capsys, "--gpu=H100", "--gpus=12", "--nproc=4")
+    assert ", 3 at a time" in rest[1] and all("--nproc_per_node=4 " in line for line in commands)
     rows, _, commands = plan_for(capsys, "--gpu=B200", "--gpus=64", "--sizes=120M")
     assert rows["longhorn", "120M"][2] == "10%, measured"  # with 8 sequences
     assert "torchrun --nnodes=8 --node_rank=$RANK --master_addr=$HOST --nproc_per_node=8 train.py" in commands[0]
@@ -457,6 +459,18 @@ def test_a_plan_for_gpus_that_are_named_and_not_here(capsys, monkeypatch):
     assert "(slurm: gpus=8; " in rest[4]
     _, rest, _ = plan_for(capsys)
     assert rest[-1].endswith("--dry-run --gpus=8 --gpu=H100")  # a CPU is no machine for the paper
+
+
+def test_the_hours_of_a_plan_follow_its_order():
+    """Searches first, then the trunk of 50 s beside others, then its branch; then the next family, if one by one."""
+    at = lambda model, stage: {"model": model, "stage": stage, "parameters": 1e9, "tokens": 1, "flops": 1}
+    cells = [Cell(name, [], at(model, stage), seconds, after) for name, model, stage, seconds, after in (
+        ("trunk", "gla", "seed", 50, ""), ("search", "gla", "search", 9, ""), ("other", "gla", "seed", 20, ""),
+        ("branch", "gla", "seed", 5, "trunk"), ("mamba", "mamba", "seed", 7, ""), ("second", "mamba", "seed", 3, ""))]
+    assert machine.seconds_of(cells, 2, True) == 9 + 55 + 7
+    assert machine.seconds_of(cells, 2, False) == 9 + 55 and machine.seconds_of(cells, 1, False) == 94
+    with pytest.raises(ConfigError, match="12 GPUs for a run are no whole nodes of 8: choose --nproc=8"):
+        machine.say_plan([], [], "H100", 24, 12)
 
 
 def row_of_plan(line, gpu="H100-9999GB", nproc=6, records=()):

@@ -11,6 +11,7 @@ between GPUs, and evaluations.
 """
 
 import heapq
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -106,27 +107,49 @@ def place(cell, config, nproc, gpu, records):
             f"{memory / 1e9:.0f} of {available / 1e9:.0f} GB", f"{share:.0%}, {source}", runner.hours(cell.seconds)]
 
 
-def say_plan(cells, configs, gpu, count, nproc):
-    """Print the plan of cells with these configs on `count` GPUs named `gpu`, nproc of them per run. Raises ConfigError
-    for an unknown name."""
+def seconds_of(cells, at_once, one_by_one):
+    """Until the last of them has ended, `at_once` at a time: a cell after its trunk, seeds after the searches, and
+    one_by_one a family after the other."""
+    families = {}
+    place = lambda cell: one_by_one and families.setdefault(cell.at["model"], len(families))
+    groups = {}
+    for cell in cells:
+        groups.setdefault((place(cell), cell.at["stage"] != "search"), []).append(cell)
+    total = 0.0
+    for _, group in sorted(groups.items()):
+        ended = {cell.after: total for cell in group} | {cell.name: math.inf for cell in group}
+        free = [total] * at_once  # when its GPUs are free again, of each run at a time
+        while group:
+            cell = min(group, key=lambda cell: max(free[0], ended[cell.after]))  # the first that may begin soonest
+            group.remove(cell)
+            ended[cell.name] = max(free[0], ended[cell.after]) + cell.seconds
+            heapq.heapreplace(free, ended[cell.name])
+        total = max(free)
+    return total
+
+
+def say_plan(cells, configs, gpu, count, nproc, one_by_one=False):
+    """Print the plan of cells with these configs on `count` GPUs named `gpu`, nproc of them per run; one_by_one: family
+    by family. Raises ConfigError for an unknown name, and for GPUs that are no whole nodes."""
     name = gpus.named(gpu)
     if name is None:
         raise ConfigError(f"--gpu={gpu}: known are {', '.join(gpus.GPUS)}")
     if nproc > count:
         raise ConfigError(f"--nproc={nproc}: more than --gpus={count}")
+    if nproc > PER_NODE and nproc % PER_NODE:
+        raise ConfigError(f"{nproc} GPUs for a run are no whole nodes of {PER_NODE}: choose "
+                          f"--nproc={nproc - nproc % PER_NODE}")
     records = measured()
     rows, kept = Counter(), 0
     for cell, config in zip(cells, configs, strict=True):
         rows[tuple(place(cell, config, nproc, gpu, records))] += 1
-        kept += checkpoint_bytes(cell.at, config) * (config.keep_checkpoints + 1)  # plus the best one
+        files = config.keep_checkpoints + 1 + len(config.keep_steps.replace(",", " ").split())  # 1: the best
+        kept += checkpoint_bytes(cell.at, config) * files
     print(table([COLUMNS, *([*row, str(runs)] for row, runs in rows.items())]))
     flops, tokens = (sum(cell.at[key] for cell in cells) for key in ("flops", "tokens"))
     at_once = max(1, count // nproc)
-    ends = [0.0] * at_once  # when its GPUs are free again, of each run at a time
-    for cell in cells:
-        heapq.heapreplace(ends, ends[0] + cell.seconds)
     print(f"{len(cells)} runs, {human(tokens)} tokens, {flops:.2g} FLOPs on {count} x {name}, {at_once} at a time: "
-          f"about {runner.hours(max(ends))} in all")
+          f"about {runner.hours(seconds_of(cells, at_once, one_by_one))} in all")
     if min(cell.seconds for cell in cells) < 60:
         print(f"a run of less than a minute is mostly its start, {START_SECONDS:.0f} s, and waiting for Python, "
               f"{1000 * WAITING:.0f} ms per layer and micro-batch; both are assumed")
