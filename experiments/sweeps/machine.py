@@ -136,15 +136,15 @@ def say_plan(cells, configs, gpu, count, nproc, one_by_one=False):
         raise ConfigError(f"--gpu={gpu}: known are {', '.join(gpus.GPUS)}")
     if nproc > count:
         raise ConfigError(f"--nproc={nproc}: more than --gpus={count}")
-    if nproc > PER_NODE and nproc % PER_NODE:
-        raise ConfigError(f"{nproc} GPUs for a run are no whole nodes of {PER_NODE}: choose "
-                          f"--nproc={nproc - nproc % PER_NODE}")
     records = measured()
     rows, kept = Counter(), 0
     for cell, config in zip(cells, configs, strict=True):
         rows[tuple(place(cell, config, nproc, gpu, records))] += 1
         files = config.keep_checkpoints + 1 + len(config.keep_steps.replace(",", " ").split())  # 1: the best
         kept += checkpoint_bytes(cell.at, config) * files
+    if nproc > PER_NODE and nproc % PER_NODE:
+        raise ConfigError(f"{nproc} GPUs for a run are no whole nodes of {PER_NODE}: choose "
+                          f"--nproc={nproc - nproc % PER_NODE}")
     print(table([COLUMNS, *([*row, str(runs)] for row, runs in rows.items())]))
     flops, tokens = (sum(cell.at[key] for cell in cells) for key in ("flops", "tokens"))
     at_once = max(1, count // nproc)
