@@ -50,8 +50,7 @@ decay_lr -> leave it out: the learning rate decays
 always_save_checkpoint -> has no counterpart, leave it out: the best checkpoint and the newest are kept
 lr_decay_iters -> has no counterpart, leave it out: the learning rate falls until max_iters
 start -> it is sample.py's --prompt
-dry_run -> python experiments/sweep.py paper {model} --dry-run --gpus=8 --gpu=H100 \
---sizes=this:n_layer={n_layer},n_embd={n_embd},n_head={n_head},block_size={block_size} plans it
+dry_run -> python experiments/sweep.py paper longhorn --dry-run --gpus=8 --gpu=H100 plans runs; see its --sizes
 lr max_lr peak_lr -> learning_rate
 min_learning_rate lr_min -> min_lr
 final_lr_frac -> min_lr * learning_rate
@@ -211,7 +210,7 @@ def about(reader, key, value, row, numbers, in_file):
         except (ValueError, TypeError, OverflowError):
             row = f"give {row} = {key} x " + " x ".join(factors)
     if " " in row:
-        return f"{known}: {row.format(**reader.values)}"
+        return f"{known}: {row}"
     name, _, constant = row.partition("=")
     if foreign := row_of(reader, name, constant or value):
         return about(reader, key, value, foreign, numbers, in_file)

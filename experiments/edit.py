@@ -309,21 +309,25 @@ class Comparison:
         with append(folder / "runs.txt") as f, contextlib.redirect_stdout(f), contextlib.redirect_stderr(f):
             failed = runner.run_cells(cells, folder, engine)
         for side, cell in plan:
-            try:
+            with self.refusing(side, cell.at["seed"]):
                 self.read(side, cell, failed)
-            except ConfigError as why:
-                side.ended = side.ended or (cell.at["seed"], self.refusal(side, why))
             row = side.rows.get(cell.name)
             if row and not sys.stdout.isatty():  # no progress bar there
                 self.say(f"{side.name}, seed {row['seed']}, {row['steps']} steps: loss {row['val_loss']:.4f}")
         if first == 1:
             for side in (self.head, *edits):
                 if not side.ended:
-                    try:
+                    with self.refusing(side, 1):
                         side.check_measure(ALIKE[self.facts["dtype"]])
-                    except ConfigError as why:
-                        side.ended = 1, self.refusal(side, why)
         return seeds
+
+    @contextlib.contextmanager
+    def refusing(self, side, seed):
+        """A ConfigError in here ends this edit at its run with `seed`, and the others go on."""
+        try:
+            yield
+        except ConfigError as why:
+            side.ended = side.ended or (seed, self.refusal(side, why))
 
     def refusal(self, side, why):
         """The Decision about an edit that cannot be judged. Raises `why` if no other edit would go on."""

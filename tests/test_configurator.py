@@ -333,8 +333,7 @@ train.py --min_lr=-0.5                           min_lr -0.5 must be at least 0,
 train.py --warmup_iters=-2                       warmup_iters -2 must be at least 0, or -1, its default
 train.py --beta1=1                               beta1 1.0 must be below 1
 train.py --beta2=-0.1                            beta2 -0.1 must be at least 0
-train.py --dry-run --model=gla --n_layer=7       unknown key '--dry_run': python experiments/sweep.py paper gla
-train.py --dry-run --model=gla --n_layer=7       this:n_layer=7,n_embd=768,n_head=12,block_size=1024 plans
+train.py --dry-run                               unknown key '--dry_run': python experiments/sweep.py paper longhorn
 train.py --file=train_gpt2                       unknown key '--file'; --help
 train.py --batch_size=8    type --micro_batch_size=8 and, for one of them per step, type --batch_tokens=8192
 train.py --batch_size=8 --global_batch_size=16   micro_batch_size=8; unknown key '--global_batch_size': type --batch

@@ -720,7 +720,10 @@ def test_ctrl_c_while_pytorch_is_imported(data, out, start):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.wait(600) == -signal.SIGINT and process.said() == "SIGINT: ended before it began\n"
-    process = start([sys.executable, "-S", "train.py"])  # without the packages of .venv
+
+
+def test_without_the_packages_a_line_says_how_to_get_them(start):
+    process = start([sys.executable, "-S", "train.py"])  # without those of .venv
     assert process.wait(600) == 1 and process.said().endswith("PyTorch: run `. .venv/bin/activate` first; `make train` "
                                                               "sets .venv up\n")
 

@@ -11,6 +11,7 @@ between GPUs, and evaluations.
 """
 
 import heapq
+import itertools
 import math
 from collections import Counter
 from pathlib import Path
@@ -110,13 +111,11 @@ def place(cell, config, nproc, gpu, records):
 def seconds_of(cells, at_once, one_by_one):
     """Until the last of them has ended, `at_once` at a time: a cell after its trunk, seeds after the searches, and
     one_by_one a family after the other."""
-    families = {}
-    place = lambda cell: one_by_one and families.setdefault(cell.at["model"], len(families))
-    groups = {}
-    for cell in cells:
-        groups.setdefault((place(cell), cell.at["stage"] != "search"), []).append(cell)
+    models = list(dict.fromkeys(cell.at["model"] for cell in cells))
+    turn = lambda cell: (one_by_one and models.index(cell.at["model"]), cell.at["stage"] != "search")
     total = 0.0
-    for _, group in sorted(groups.items()):
+    for _, of_turn in itertools.groupby(sorted(cells, key=turn), turn):
+        group = list(of_turn)
         ended = {cell.after: total for cell in group} | {cell.name: math.inf for cell in group}
         free = [total] * at_once  # when its GPUs are free again, of each run at a time
         while group:
