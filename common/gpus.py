@@ -5,6 +5,7 @@ import re
 # Dense bf16 peak in FLOP/s and memory in bytes, from data sheets.
 # The first match at the end of a word wins, so H100 PCIe comes before H100.
 GPUS = {
+    "GH200": (989e12, 96e9),
     "H200": (989e12, 141e9),
     "H100 PCIe": (756e12, 80e9),
     "H100 NVL": (835e12, 94e9),
@@ -27,15 +28,16 @@ def named(device_name):
     the name but are other chips."""
     for name in GPUS:
         pattern = name.replace(" ", "[ _-]?")
-        if re.search(rf"{pattern}\b(?!.* Laptop)", device_name or "", re.IGNORECASE):
+        if re.search(rf"(?<!\dx){pattern}\b(?!.* Laptop)", device_name or "", re.IGNORECASE):
             return name
     return None
 
 
 def memory(device_name):
-    """Memory in bytes: what the name says (A100-SXM4-40GB), else what GPUS says."""
-    said = re.search(r"(?<![a-z\d])(\d+) ?G(i?B)?\b", device_name, re.IGNORECASE)
-    return float(said[1]) * 1e9 if said else GPUS[named(device_name)][1]
+    """Memory in bytes: what GPUS says, or less if the name does (A100-SXM4-40GB, A100-40)."""
+    said = re.search(r"(?<![a-z\d])(\d+)( ?G(i?B)?\b|$)", device_name, re.IGNORECASE)
+    most = GPUS[named(device_name)][1]
+    return min(most, float(said[1]) * 1e9) if said else most
 
 
 def peak_flops(device_name):

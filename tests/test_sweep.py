@@ -446,12 +446,12 @@ def test_a_plan_for_gpus_that_are_named_and_not_here(capsys, monkeypatch):
     rows, _, _ = plan_for(capsys, "--gpu=NVIDIA A100-SXM4-40GB")
     assert rows["longhorn", "120M"][1:] == ["23 of 40 GB", "26%, measured", f"{minutes * 989 / 312:.0f} min"]
     rows, _, commands = plan_for(capsys, "--gpu=rtx-4090", "--gpus=4")
-    assert rows["longhorn", "350M"][:3] == ["8", "18 of 24 GB", "25%, assumed"]
+    assert rows["longhorn", "350M"][:3] == ["8", "18 of 24 GB", "27%, measured"]  # with 16
     assert "--nproc_per_node=4 " in commands[2] and "--micro_batch_size=8 " in commands[2]
     _, rest, commands = plan_for(capsys, "--gpu=H100", "--gpus=12", "--nproc=4")
     assert ", 3 at a time" in rest[1] and all("--nproc_per_node=4 " in line for line in commands)
     rows, _, commands = plan_for(capsys, "--gpu=B200", "--gpus=64", "--sizes=120M")
-    assert rows["longhorn", "120M"][2] == "10%, measured"  # with 8 sequences
+    assert rows["longhorn", "120M"][2:] == ["26%, measured", f"{4800 * 12 * 0.0054 + 8:.0f} s"]  # Python's
     assert "torchrun --nnodes=8 --node_rank=$RANK --master_addr=$HOST --nproc_per_node=8 train.py" in commands[0]
     rows, rest, _ = plan_for(capsys, "--gpu=H200", "--gpus=64", "--cluster=slurm")
     longest = rows["mamba", "350M at 4096"][3]  # of eight runs side by side
@@ -473,7 +473,7 @@ def test_the_hours_of_a_plan_follow_its_order():
         machine.say_plan([], [], "H100", 24, 12)
 
 
-def row_of_plan(line, gpu="H100-9999GB", nproc=6, records=()):
+def row_of_plan(line, gigabytes=9999, nproc=6, records=()):
     """Of a run with 60e9 parameters, 10e9 of them in the embedding: micro-batch, memory, share, seconds; and what it
     adds to the arguments. A quarter of six H100s' peak does it in 3000 seconds; a step is 30 sequences, 3 at a time."""
     at = {"model": "gla", "size": "60B", "parameters": 60e9, "embedding": 10e9, "tokens": 3e8, "from": 300_000,
@@ -481,7 +481,8 @@ def row_of_plan(line, gpu="H100-9999GB", nproc=6, records=()):
     config = sweep.load("--n_layer=5 --n_embd=1000 --vocab_size=50000 --block_size=1000000 --batch_tokens=30000000 "
                         f"--max_iters=310000 --micro_batch_size=3 --compile {line}".split())
     cell = Cell("run", [], at)
-    row = machine.place(cell, config, nproc, gpu, records)
+    with mock.patch.dict(machine.gpus.GPUS, H100=(989e12, gigabytes * 1e9)):
+        row = machine.place(cell, config, nproc, "H100", dict(records))
     return f"{row[4]}: {row[5]}, {row[6]}, {cell.seconds:.0f} s {cell.argv}"
 
 
@@ -498,16 +499,16 @@ def row_of_plan(line, gpu="H100-9999GB", nproc=6, records=()):
 """))
 def test_a_plan_follows_the_settings_of_a_run(line, words):
     assert row_of_plan(line) == words
-    measured = row_of_plan(line, records={("gla", 60e9, 10**6, 3): (0.5, 2000e9)})
+    measured = row_of_plan(line, records={("gla", 60e9, 10**6): (3, 0.5, 2000e9)})
     assert measured == ("3: 2000 of 9999 GB, 50%, measured, 1508 s []" if "bf" in line else words)
 
 
 def test_a_plan_shards_within_a_machine_halves_and_waits_for_python():
     assert row_of_plan("--parallel=hsdp", nproc=30).startswith("1: 720 of ")  # 960 / 8 + 80 + 120, and 400
-    assert row_of_plan("", "H100-1500GB") == "1: 1360 of 1500 GB, 25%, assumed, 3008 s ['--micro_batch_size=1']"
-    with pytest.raises(ConfigError, match="gla 60B does not fit: one sequence takes 1360.0 GB, and H100-1400GB has"):
-        row_of_plan("", "H100-1400GB")
-    assert " 20008 s" in row_of_plan("--max_iters=1300000")  # 2 ms for 5 layers, 2 micro-batches and a million steps
+    assert row_of_plan("", 1500) == "1: 1360 of 1500 GB, 25%, assumed, 3008 s ['--micro_batch_size=1']"
+    with pytest.raises(ConfigError, match="gla 60B does not fit: one sequence takes 1360.0 GB, and H100 has 1400"):
+        row_of_plan("", 1400)
+    assert " 54008 s" in row_of_plan("--max_iters=1300000")  # 5.4 ms for 5 layers, 2 micro-batches and a million steps
 
 
 def test_a_plan_says_which_data_are_missing_or_read_often(tmp_path, capsys):
@@ -766,7 +767,7 @@ duel gla gla@block_size=512 --dry-run       eval_block_size at 460K is 256 in gl
 duel gla@a gla@b --dry-run                  gla@WORD twice: both would have the same seeds
 laptop nothing                              missing: config/nothing_laptop.py; write
 laptop --budgets=28 --dry-run               warmup of 26 and decay of 6 steps are more than max_iters 28
-laptop --sizes=120M                         there are 460K, 1.5M; give one of them, or another label with its settings
+laptop --sizes=120M                         there are 460K, 1.5M; give one of them, or another label with its settings them
 laptop --sizes=460K:n_layer=2               or another label
 laptop --sizes=a,b:n_layer=2                or another label
 laptop --sizes=9K:seed=2                    the sweep sets seed
@@ -776,7 +777,7 @@ laptop gla@step=exact,b --dry-run           unknown
 paper --gpu=H100                            give --gpu=NAME and --dry-run
 paper --dry-run --gpus=8                    --gpu=NAME
 paper rwkv4 --dry-run --gpu=H100            missing: config/rwkv4_120m.py, config/rwkv4_350m.py; write each
-paper gla --dry-run --gpu=K80               --gpu=K80: known are H200, H100 PCIe
+paper gla --dry-run --gpu=K80               --gpu=K80: known are GH200, H200, H100 PCIe
 paper X --dry-run                           llama, longhorn, mamba, mamba2, mesa, retnet, rwkv
 paper gla --dry-run --gpu=H100 --gpus=12    12 GPUs cannot share the 512 sequences of a step: choose 8 or 16, or
 paper gla --dry-run --gpu=H100-4GB          gla 350M does not fit: one sequence takes
@@ -785,6 +786,7 @@ paper gla --dry-run --gpu=H100 --gpus=1 --parallel=fsdp    --parallel=fsdp on 1 
 paper gla --dry-run --gpu=H100 --parallel=hsdp             at least 16
 laptop --sizes=9K:max_iters=2               see FAMILY, --seeds, --steps, --budgets
 paper gla --dry-run --gpu=H100 --nproc=16   --nproc=16: more than --gpus=8
+paper gla --dry-run --gpu=4xH200            --gpu=4xH200: known are GH200, H200,
 """
 
 

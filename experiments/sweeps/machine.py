@@ -5,9 +5,9 @@
                                               micro-batch, L layers of width d, V the vocabulary (docs/scale.md)
 
 --parallel, --recompute, --optimizer and --dtype change these as docs/scale.md says. share and memory come from
-results/h200 if a record has these settings, the family, size, context and micro-batch. Else the share is ASSUMED, and
-memory follows the formula above, measured for Longhorn. A step takes at least what Python does. Left out: communication
-between GPUs, and evaluations.
+results/h200 if a record has these settings, the family, size and context, and from its largest micro-batch. Else the
+share is ASSUMED, and memory follows the formula above, measured for Longhorn. A step takes at least what Python does.
+Left out: communication between GPUs, and evaluations.
 """
 
 import heapq
@@ -27,7 +27,7 @@ RECORDS = Path(__file__).resolve().parents[2] / "results" / "h200"
 ASSUMED = 0.25  # share of the peak if nothing was measured: a little less than Longhorn's
 MEASURED = {"optimizer": "adamw", "parallel": "ddp", "recompute": "none", "compile": True}  # and in bfloat16
 START_SECONDS = 8.0  # of a run: imports, the check at the start, the evaluation
-WAITING = 2e-3  # seconds per layer and micro-batch that a GPU waits for Python: a little less than LLaMA's on an H200
+WAITING = 5.4e-3  # seconds per layer and micro-batch of Python: Longhorn's on an H200; LLaMA's is less than half
 PER_NODE = 8  # GPUs
 COLUMNS = ["model", "size", "parameters", "tokens", "micro-batch", "memory", "of the peak", "a run", "runs"]
 
@@ -41,13 +41,14 @@ def torchrun(nproc):
 
 
 def measured():
-    """{(family, parameters, context, sequences per micro-batch): (share of the peak, bytes)} of the newest records."""
+    """{(family, parameters, context): (sequences, share of the peak, bytes)} of the largest micro-batch on record; with
+    smaller ones Python was the limit."""
     found = {}
-    for record in sorted(map(read_json, RECORDS.glob("training*.json")), key=lambda record: record["date"]):
+    for record in map(read_json, RECORDS.glob("training*.json")):
         shape = record["shape"]
         for row in record["rows"]:
-            at = row["family"], row["parameters"], shape["block_size"], shape["batch_size"]
-            found[at] = row["mfu"], row["peak_bytes"]
+            at = row["family"], row["parameters"], shape["block_size"]
+            found[at] = max(found.get(at, (0,)), (shape["batch_size"], row["mfu"], row["peak_bytes"]))
     return found
 
 
@@ -87,17 +88,16 @@ def place(cell, config, nproc, gpu, records):
     sequences = min(config.micro_batch_size, in_step // nproc)
     fixed = held_bytes(at, config, nproc)
     of_one = T * (factor * (60 * whole * config.n_embd + 2 * config.vocab_size) + 4 * again * config.n_embd)
-    record = at["model"], at["parameters"], T, sequences
-    if record in records and factor == 1 and vars(config).items() >= MEASURED.items():
-        share, memory = records[record]
-        of_one, source = (memory - fixed) / sequences, "measured"
+    record = records.get((at["model"], at["parameters"], T))
+    if record and factor == 1 and vars(config).items() >= MEASURED.items():
+        largest, share, memory = record
+        of_one, source = (memory - fixed) / largest, "measured"
     while (memory := fixed + sequences * of_one) > 0.95 * available:
         if sequences == 1:
             raise ConfigError(f"{at['model']} {at['size']} does not fit: one sequence takes {memory / 1e9:.1f} GB, and "
                               f"{gpu} has {available / 1e9:.0f} (5% stay free): choose --recompute=block, "
                               "--parallel=fsdp with more GPUs, a shorter --block_size, another --gpu, or other --sizes")
         sequences //= 2
-        share, source = ASSUMED, "assumed"
     if sequences < config.micro_batch_size:
         cell.argv = [word for word in cell.argv if not word.startswith("--micro_batch_size=")]
         cell.argv.append(f"--micro_batch_size={sequences}")
@@ -132,7 +132,7 @@ def say_plan(cells, configs, gpu, count, nproc, one_by_one=False):
     by family. Raises ConfigError for an unknown name, and for GPUs that are no whole nodes."""
     name = gpus.named(gpu)
     if name is None:
-        raise ConfigError(f"--gpu={gpu}: known are {', '.join(gpus.GPUS)}")
+        raise ConfigError(f"--gpu={gpu}: known are {', '.join(gpus.GPUS)}; --gpus is how many")
     if nproc > count:
         raise ConfigError(f"--nproc={nproc}: more than --gpus={count}")
     records = measured()
@@ -151,7 +151,7 @@ def say_plan(cells, configs, gpu, count, nproc, one_by_one=False):
           f"about {runner.hours(seconds_of(cells, at_once, one_by_one))} in all")
     if min(cell.seconds for cell in cells) < 60:
         print(f"a run of less than a minute is mostly its start, {START_SECONDS:.0f} s, and waiting for Python, "
-              f"{1000 * WAITING:.0f} ms per layer and micro-batch; both are assumed")
+              f"{1000 * WAITING:.1f} ms per layer and micro-batch; both are assumed")
     print("measured: on one H200 (results/h200), compiled, in bfloat16, with AdamW, ddp and no recompute; assumed: "
           f"{ASSUMED:.0%}, which small models do not reach, and a loop over time in Python not by far; both are shares "
           "of this GPU's peak (in float32 half of it), without communication and evaluations; memory that is assumed "
