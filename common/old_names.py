@@ -50,7 +50,7 @@ decay_lr -> leave it out: the learning rate decays
 always_save_checkpoint -> has no counterpart, leave it out: the best checkpoint and the newest are kept
 lr_decay_iters -> has no counterpart, leave it out: the learning rate falls until max_iters
 start -> it is sample.py's --prompt
-dry_run -> python experiments/sweep.py paper longhorn --dry-run --gpus=8 --gpu=H100 plans runs; see its --sizes
+dry_run -> python experiments/sweep.py paper longhorn --sizes=1b3 --dry-run --gpus=8 --gpu=H100 plans such a run
 lr max_lr peak_lr -> learning_rate
 min_learning_rate lr_min -> min_lr
 final_lr_frac -> min_lr * learning_rate

@@ -207,15 +207,13 @@ def safe_name(text):
     return re.sub(r"[^\w.@-]+", "_", text)
 
 
-def make_cell(preset, stage, model, size, steps=None, rate=None, seed=None):
-    """One Cell that is trained from scratch; steps None: by the config's own schedule, rate and seed."""
+def make_cell(preset, stage, model, size, steps, rate, seed):
+    """One Cell that is trained from scratch; steps None: by the config's own schedule and rate."""
     argv = base_arguments(preset, model, size)
     if steps:
         schedule = "cosine" if stage == "cosine" else "wsd"
         argv += [f"--schedule={schedule}", f"--warmup_iters={preset.warmup}", "--min_lr=0", f"--max_iters={steps}",
                  f"--learning_rate={rate:g}"]
-    if seed is None:
-        seed = load(argv).seed
     argv.append(f"--seed={seed}")
     config = load(argv)
     at = {"stage": stage, "model": model, "size": size, "context": config.block_size, "steps": config.max_iters,
@@ -293,11 +291,12 @@ def reported_cells(preset, rates, folder=REPO / "out"):
     cells = []
     for model, size, i in places:
         s = preset.size(model, size)
-        if not s.steps:
-            cells.append(make_cell(preset, "seed", model, size))
-            continue
         rate = rates[model, size]
-        seed = FIRST_SEED + i + seed_offset(model)
+        first = FIRST_SEED if s.steps else load(base_arguments(preset, model, size)).seed
+        seed = first + i + seed_offset(model)
+        if not s.steps:
+            cells.append(make_cell(preset, "seed", model, size, None, None, seed))
+            continue
         budgets = {s.steps}
         budgets.update(b for b in s.budgets if b < s.steps or i < 2)  # a shorter one is a branch
         cells += seed_cells(preset, model, size, rate, seed, budgets, folder)
@@ -495,13 +494,14 @@ def check_data(cells, dry_run=False):
     configs = [load(c.argv) for c in cells]
     longest = max(config.max_iters * config.batch_tokens for config in configs)
     context = max(config.block_size for config in configs)
+    vocabulary = min(config.vocab_size for config in configs) or None  # 0: the dataset's
     for dataset in {config.dataset for config in configs}:
         for name, share in parse_mixture(dataset):
             folder = find_dataset(name)
             if dry_run and not (folder / "meta.json").exists():
                 print(f"the dataset {name} is not prepared here")
                 continue
-            tokens = len(Tokens(folder, block_size=context).train)
+            tokens = len(Tokens(folder, vocabulary, context).train)
             if longest * share > 4 * tokens:
                 print(f"{name} has {tokens:,} tokens to train on: the longest run reads each "
                       f"{float(longest * share / tokens):,.0f} times")
@@ -536,8 +536,8 @@ def sizes_of(text, known, check_set):
     if not colon and known.keys() >= {*text.split(",")}:
         return dict.fromkeys(text.split(","))
     if not colon or label in known or not re.fullmatch(r"[\w.-]+", label) or not all("=" in a for a in argv):
-        raise ConfigError(f"--sizes={text}: there are {', '.join(known)}; give one of them, or another label with its "
-                          "settings, as in --sizes=250K:n_layer=2,n_embd=96")
+        raise ConfigError(f"--sizes={text}: there are {', '.join(known)}, and SIZE for config/FAMILY_SIZE.py; give one "
+                          "of them, or another label with its settings, as in --sizes=250K:n_layer=2,n_embd=96")
     check_set(argv)
     return {label: argv}
 
@@ -547,8 +547,8 @@ def sizes_of(text, known, check_set):
 @dataclass
 class SweepRun(Run):
     models: list[str] = ()  # families or patterns (the preset's; for duel, two are needed)
-    sizes: list[str] = ()  # labels of the preset, joined by commas, or a new size as LABEL:key=value,key=value, with
-    # the runs of the preset's first; give the option once per new size
+    sizes: list[str] = ()  # labels of the preset, joined by commas; SIZE for config/FAMILY_SIZE.py; or a new size as
+    # LABEL:key=value,key=value; new ones, each with an option of its own, have the runs of the preset's first
     steps: Count = None  # the budget of every seed, in optimizer steps
     budgets: tuple[Count, ...] = ()  # further budgets; longer ones only for the first two seeds
     seeds: Count = None  # number of reported seeds, at every size
@@ -658,6 +658,9 @@ class Sweep(Experiment):
             configs = [load(c.argv) for c in cells]
             machine.say_plan(cells, configs, self.args.gpu, self.args.gpus, self.nproc, self.preset.one_by_one)
             if self.args.cluster:
+                if self.nproc > machine.PER_NODE:
+                    raise ConfigError(f"--nproc={self.nproc} --cluster={self.args.cluster}: a run is a job on one "
+                                      f"node: choose --nproc={machine.PER_NODE}, or leave out --cluster")
                 print(f"{self.args.cluster}: a run is a job on one node, with --nproc={self.nproc} and its GPUs in "
                       f"--cluster_args (slurm: gpus={self.nproc}; ray: num_gpus={self.nproc})")
             return
@@ -689,21 +692,32 @@ class Sweep(Experiment):
             if with_other_seeds.count(family) > 1:
                 raise ConfigError(f"{family}@WORD twice: both would have the same seeds")
         changes = {key: getattr(args, key) for key in ("seeds", "steps", "budgets", "search") if getattr(args, key)}
-        if args.steps:
-            changes["search_steps"] = None
+        given = list(map(whole_path, args.others))
         first = next(iter(preset.sizes.values()))
+        if not first.steps:
+            if args.budgets or args.search:
+                raise ConfigError(f"{args.command}: runs have the schedule and rate of their configs: leave out "
+                                  "--budgets and --search, or choose another preset")
+            if args.steps:
+                given.append(f"--max_iters={changes.pop('steps')}")
+        elif args.steps:
+            changes["search_steps"] = None
         sizes = {}
         for text in args.sizes or [",".join(preset.sizes)]:
-            for label, argv in sizes_of(text, preset.sizes, self.check_set).items():
-                size = replace(first, argv=argv) if argv else preset.sizes[label]
+            known = dict(preset.sizes)
+            if (REPO / config_file(models[0], text)).exists():
+                known.setdefault(text, replace(first, argv=(), config=text))
+            for label, argv in sizes_of(text, known, self.check_set).items():
+                size = replace(first, argv=argv) if argv else known[label]
                 if not sizes and not size.search:  # its rate would follow from a size that is not here
                     size = replace(size, search=first.search, search_steps=first.search_steps)
+                for key in runner.settings(size.argv, ("micro_batch_size",)).keys() & runner.settings(given):
+                    raise ConfigError(f"--{key}: {label} sets it: choose other --sizes")
                 sizes[label] = replace(size, **changes)
         families = {}  # the command line's settings are for all
         for family, changed in preset.families.items():
             families[family] = {key: value for key, value in changed.items() if key not in changes}
-        preset = replace(preset, sizes=sizes, models=models, families=families,
-                         args=(*preset.args, *map(whole_path, args.others)))
+        preset = replace(preset, sizes=sizes, models=models, families=families, args=(*preset.args, *given))
         check_configs(preset)
         return preset
 

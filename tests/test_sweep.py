@@ -324,7 +324,7 @@ def test_the_law_is_a_family_and_size_after_the_other():
     config = sweep.load(cells[-1].argv)
     assert (config.dtype, config.final_eval_tokens, config.eval_block_size) == ("float32", 0, 0)
     for size in ("60K", "130K", "250K"):  # the families are of a size
-        cells = [sweep.make_cell(preset, "seed", model, size)
+        cells = [sweep.make_cell(preset, "seed", model, size, None, None, 1)
                  for model in ("longhorn", "llama", "gla", "rwkv", "gated_deltanet")]
         sweep.estimate(cells)
         parameters = [c.at["parameters"] for c in cells]
@@ -457,6 +457,9 @@ def test_a_plan_for_gpus_that_are_named_and_not_here(capsys, monkeypatch):
     longest = rows["mamba", "350M at 4096"][3]  # of eight runs side by side
     assert f"on 64 x H200, 8 at a time: about {longest} in all" in rest[1] and "--nproc_per_node=8 train.py" in rest[-1]
     assert "(slurm: gpus=8; " in rest[4]
+    rows, _, commands = plan_for(capsys, "--gpu=GH200 480GB", "--sizes=1b3", "--steps=2000", "--seeds=2")
+    assert rows["longhorn", "1b3"][1] == "53 of 96 GB"
+    assert len(commands) == 4 and "longhorn_1b3.py --max_iters=2000 --seed=1338 " in commands[2]
     _, rest, _ = plan_for(capsys)
     assert rest[-1].endswith("--dry-run --gpus=8 --gpu=H100")  # a CPU is no machine for the paper
 
@@ -767,7 +770,7 @@ duel gla gla@block_size=512 --dry-run       eval_block_size at 460K is 256 in gl
 duel gla@a gla@b --dry-run                  gla@WORD twice: both would have the same seeds
 laptop nothing                              missing: config/nothing_laptop.py; write
 laptop --budgets=28 --dry-run               warmup of 26 and decay of 6 steps are more than max_iters 28
-laptop --sizes=120M                         there are 460K, 1.5M; give one of them, or another label with its settings them
+laptop --sizes=120M                         there are 460K, 1.5M, and SIZE for config/FAMILY_SIZE.py; give one of them
 laptop --sizes=460K:n_layer=2               or another label
 laptop --sizes=a,b:n_layer=2                or another label
 laptop --sizes=9K:seed=2                    the sweep sets seed
@@ -787,6 +790,11 @@ paper gla --dry-run --gpu=H100 --parallel=hsdp             at least 16
 laptop --sizes=9K:max_iters=2               see FAMILY, --seeds, --steps, --budgets
 paper gla --dry-run --gpu=H100 --nproc=16   --nproc=16: more than --gpus=8
 paper gla --dry-run --gpu=4xH200            --gpu=4xH200: known are GH200, H200,
+paper gla --dry-run --gpu=H100 --gpus=16 --nproc=16 --cluster=slurm    a run is a job on one node: choose --nproc=8
+paper gla --dry-run --budgets=9             runs have the schedule and rate of their configs: leave out --budgets
+paper gla --dry-run --search=1              leave out --budgets and --search
+paper gla --dry-run --block_size=4096       --block_size: 120M at 4096 sets it: choose other --sizes
+laptop gla --dry-run --n_embd=64            --n_embd: 460K sets it
 """
 
 
