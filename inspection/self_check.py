@@ -357,7 +357,7 @@ class Check:
                       "dtype": str(dtype).removeprefix("torch.")}
 
     def build(self, model):
-        """The toy, the same toy with plain operators, and inputs, at the first sizes that run. Raises the first error
+        """The toy, the same toy with plain operators, and inputs, at the first sizes that run. Raises the last error
         if none do."""
         errors = []
         for sizes in sizes_to_try(model):
@@ -369,7 +369,7 @@ class Check:
                 return self.value(STARTS)
             except Exception as error:  # such as a width that its heads do not divide
                 errors.append(error)
-        raise errors[0]
+        raise errors[-1]
 
     def in_float32(self):
         """A line on what agreed. Raises ConfigError for the first row of TABLE whose sides differ."""

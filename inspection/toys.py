@@ -45,6 +45,8 @@ def sizes_to_try(model):
     """Settings of toys to try in turn: small; as wide as two heads; with the model's own sizes; with all its layers."""
     if hasattr(model, "toy"):
         return [{}]
+    if model.config.n_embd % model.config.n_head:  # so in the toy, too: a mixer may need heads that divide
+        return [SIZES | {"n_head": 3}, {}]
     two_heads = 2 * (model.config.n_embd // model.config.n_head)
     sizes = [SIZES, SIZES | {"n_embd": two_heads}, {}, SIZES | {"whole": True}]
     if sum(p.numel() for p in model.parameters()) < 3e7:

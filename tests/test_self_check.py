@@ -363,6 +363,12 @@ def test_unedited_models_with_packed_documents_start(pattern, n_layer):
     assert "documents, whole sequences and states agree" in line
 
 
+def test_heads_that_do_not_divide_are_a_line(monkeypatch):
+    monkeypatch.setattr(model, "split_heads", lambda config, multiple: config.n_embd // config.n_head)
+    said = stopped(model_of("llama", n_head=5))
+    assert re.search(r"shape '\[2, 41, 3, 5, 6\]' is invalid .*\(model.py, line", said), said
+
+
 def test_a_model_that_cannot_be_made_small_says_what_to_do(monkeypatch):
     lm = model_of("longhorn")
     monkeypatch.setattr("inspection.self_check.toy_of", lambda *args, **sizes: LM(ModelConfig(n_head=0)))
