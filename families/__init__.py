@@ -1,7 +1,8 @@
 """All families: those of model.py and mixers.py, and those of the files in this folder, where yours go too.
 
 A file holds mixers and adds a row to FAMILIES. Every program imports this folder, and with it each of its files; if one
-cannot be imported, or changes a row that is there already, the program ends with a line that names it.
+cannot be imported, changes a row that is there already, or adds an empty one, the program ends with a line that names
+it.
 """
 
 import copy
@@ -18,3 +19,5 @@ for file in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{file.name}")
         if FAMILIES | before != FAMILIES:
             raise ConfigError("it changes a row that FAMILIES has already: choose another name, or remove one file")
+        if not all(FAMILIES.values()):
+            raise ConfigError("it adds an empty row to FAMILIES: list the classes of a layer's branches")

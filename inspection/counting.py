@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 
 from common.errors import ConfigError
+from common.old_names import nearest
 from kernels import choose
 from model import Branch, tensors_of, where_is
 
@@ -197,6 +198,7 @@ def left_out(model):
             words.append("no initial_state: it cannot sample")
         if operator is not None and mixing_flops(mixer, 1) is None:  # operator = None: linear maps only
             lacks = "sizes to count its operator's FLOPs" if operator in FLOPS else "operator of kernels/"
+            lacks += nearest(operator, choose.BODIES)
             words.append(f"no {lacks} and no flops: FLOPs count its linear maps only")
         lines += [f"{where_is(type(mixer))} has {'; '.join(words)}"] if words else []
     return lines

@@ -783,6 +783,8 @@ def test_the_flops_of_a_users_mixer_with_a_known_operator(monkeypatch):
     lm = LM(config("own"))  # the head, two maps, and 4 of 7 tokens on average
     assert counting.flops_per_token(lm, 7)["forward"] == 2 * 64 * 32 + 2 * 2 * 32 * 32 + 2 * 4 * 2 * 16 * 4
     assert "linear maps only" not in counting.left_out(lm)[0]
+    Windowed.operator = "atention"
+    assert "no operator of kernels/: did you mean 'attention'?" in counting.left_out(lm)[0]
 
 
 def test_the_parameters_of_a_config(capsys, tmp_path):
@@ -886,12 +888,13 @@ def test_a_recurrence_of_ones_own():
 
 
 @pytest.mark.parametrize("text", ["import nothing_there\n", "x = (\n", "FAMILIES['x'] = []\n",
-                                  "from model import FAMILIES as known\nknown['gla'] = []\n"])
+                                  "from model import FAMILIES as known\nknown['gla'] = [print]\n",
+                                  "from model import FAMILIES as known\nknown['mine'] = []\n"])
 def test_a_file_that_cannot_be_imported_is_a_line_with_its_name(text, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(model.FAMILIES, "gla", model.FAMILIES["gla"])
     (tmp_path / "broken.py").write_text(text)
+    monkeypatch.delitem(sys.modules, "families.broken", raising=False)
     monkeypatch.setattr(families, "__path__", [str(tmp_path)])
-    with pytest.raises(SystemExit, match="2"):
+    with mock.patch.dict(FAMILIES), pytest.raises(SystemExit, match="2"):
         exec(Path(families.__file__).read_text(), {"__name__": "families", "__path__": families.__path__})
     assert re.fullmatch(r"families/broken\.py: error: [^\n]+\n", capsys.readouterr().err)
 
