@@ -131,10 +131,13 @@ def take_todays_judge(tree):
             shutil.copyfile(path, tree / folder / path.name)
 
 
-def snapshot(version, code, argv):
-    """Copy the files of a version's tree that training loads to code/<their hash>, replacing links by what they lead
-    to. An earlier copy that was changed since is made again. Raises ConfigError if the tree is edited meanwhile."""
-    version.files = version.probe(argv)["files"]
+def snapshot(version, code, sizes):
+    """Copy the files of a version's tree that training at these sizes loads to code/<their hash>, replacing links by
+    what they lead to. An earlier copy that was changed since is made again. Raises ConfigError if the tree is edited
+    meanwhile."""
+    version.files = {}
+    for argv in sizes.values():
+        version.files |= version.probe(argv)["files"]
     copy = Path(tempfile.mkdtemp(dir=code, prefix="tmp-"))
     for name in version.files:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +164,7 @@ def short_hash(value):
     return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
 
 
-def versions_of(args, code, argv):
+def versions_of(args, code, sizes):
     """[HEAD's Version, an edit's ...] with snapshots in `code`. Raises ConfigError."""
     remove_trees(code)  # left by a kill
     began = time.strftime("%H:%M")
@@ -179,7 +182,7 @@ def versions_of(args, code, argv):
     for version in found:
         if args.todays_judge and version.tree != REPO:
             take_todays_judge(version.tree)
-        snapshot(version, code, argv)
+        snapshot(version, code, sizes)
     remove_trees(code)
     return found
 
@@ -731,7 +734,7 @@ class Edit(Experiment):
         args.error = args.alpha / max(1, len(args.edits))  # Bonferroni: for the sequential test of each edit
         code = args.out / "code"
         with lock_folder(code, wait=600):
-            self.head, *self.edits = versions_of(args, code, next(iter(sizes.values())))
+            self.head, *self.edits = versions_of(args, code, sizes)
         args.folder = args.out / self.head.root.name
         for edit in self.edits:
             edit.out = args.folder / f"edit-{edit.root.name}"

@@ -6,6 +6,7 @@
 import hashlib
 import json
 import os
+import re
 import sys
 from modulefinder import ModuleFinder
 from pathlib import Path
@@ -40,18 +41,21 @@ def main(argv, data):
         "batch_tokens": config.batch_tokens, "eval_block_size": config.eval_block_size or config.block_size,
         "state": counting.state_size(model), "parameters": counting.parameter_count(model)["total"],
         "FLOPs per token": counting.flops_per_token(model)["total"], "draws": draws,
-        "files": {name: digest(Path(TREE, name).read_bytes()) for name in files()}}))
+        "files": {name: digest(Path(TREE, name).read_bytes()) for name in files(model)}}))
 
 
 def digest(content):
     return hashlib.sha256(content).hexdigest()
 
 
-def files():
+def files(model):
     """The tree's files that a run loads: what is opened or imported by now, what these files import late, and the
-    sources and headers of the kernels."""
+    sources and headers of the kernels. Files of families/ that name none of the model's are left out."""
     loaded = {getattr(module, "__dict__", {}).get("__file__") for module in [*sys.modules.values()]}
-    names = inside((loaded | opened) - {__file__})
+    its_families = rf"\b({'|'.join(model.config.families)})\b"
+    unused = {str(path) for path in Path(TREE, "families").glob("[!_]*.py")
+              if not re.search(its_families, path.read_text())}
+    names = inside((loaded | opened) - {__file__} - unused)
     late = ModuleFinder([TREE])
     for name in names:
         if name.endswith(".py"):

@@ -293,7 +293,7 @@ def test_mistakes_are_one_line_and_exit_code_2(repo, run, line, argv, words):
 def test_the_probe_counts_the_vocabulary_of_the_data(tmp_path, monkeypatch, capsys):
     """That of a mixture's first dataset, rounded up to 64; bytes if nothing is prepared, which the next line says."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(edit_probe, "files", list)  # which test_train_itself looks at
+    monkeypatch.setattr(edit_probe, "files", lambda model: [])  # which test_train_itself looks at
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/meta.json").write_text('{"vocab_size": 2000}')
     tiny = ["--n_layer=1", "--n_embd=32", "--n_head=2", "--block_size=16", "--batch_tokens=16", "--backend=torch"]
@@ -559,10 +559,12 @@ def test_train_itself(tmp_path, monkeypatch, data, run, repo):
     (repo / "tools" / "mine.py").write_text("TAPS = 3")
     (repo / "tools" / "other.py").write_text("")
     (repo / "nohup.out").write_text("")
+    (repo / "families" / "mine.py").write_text("")
+    (repo / "families" / "other.py").write_text("from model import NORMS\nNORMS['longhorn'] = NORMS['rwkv']")
     toy = [f"--{key}={value}" for key, value in TINY.items() if key not in ("max_iters", "eval_interval")]
     code, said, result = run("--sizes=config", "--pairs=1", f"--data={data}", *toy)
     assert code == 4 and said.splitlines()[-1] == "edit: undecided: too few pairs (1); rerun, or ask for more", said
-    assert result["changed"] == ["model.py", "tools/__init__.py", "tools/mine.py"]
+    assert result["changed"] == ["families/other.py", "model.py", "tools/__init__.py", "tools/mine.py"]
     assert "of the edit's parameters start from other values" in said
     runs = {path.parent.name: record(path.parent) for path in (repo / "out").glob("*/*/result.json")}
     assert sorted(run["steps"] for run in runs.values()) == [4, 8, 16, 16]
