@@ -89,7 +89,8 @@ device_type -> device
 precision -> dtype
 scan_backend kernel -> backend
 data data_dir data_path dataset_name train_data train_data_path train_file corpus -> dataset
-tokenizer tokenizer_name tokenizer_dir tokenizer_path val_fraction -> belongs to the data: data/tokens/prepare.py has it
+tokenizer tokenizer_name tokenizer_dir tokenizer_path -> belongs to the data: data/tokens/prepare.py has it
+val_fraction val_frac val_ratio val_split val_size -> belongs to the data: data/tokens/prepare.py has --val_fraction
 arch architecture model_type model_name family mixer -> model
 pretrained checkpoint ckpt ckpt_path load load_from checkpoint_dir model_name_or_path -> init_from
 output_dir save_dir run_dir -> out_dir
@@ -144,7 +145,7 @@ output output_dir output_path output_prefix out_dir destination_path -> out
 column field text_field text_key json_keys content_key dataset_text_field -> text_column
 tokenizer_type tokenizer_name tokenizer_path tokenizer_model tokenizer_name_or_path enc -> tokenizer
 eos eos_token eot -> end_of_text
-test_size val_size val_split val_ratio -> val_fraction
+test_size val_size val_split val_ratio val_frac -> val_fraction
 num_proc num_workers nproc n_proc -> workers
 overwrite -> force
 append_eod -> has no counterpart, leave it out

@@ -106,8 +106,8 @@ def parse_mixture(text):
         raise DataError(f"dataset={text}: one is named twice, so its windows would be read twice: add up its shares")
     total = sum(share for _, share in parts)
     if total != 1 or any(share <= 0 or not name for name, share in parts):
-        raise DataError(f"dataset={text}: give each dataset a share, as fineweb_edu:0.8,code:0.2, adding up to 1 "
-                        f"(these add up to {float(total):g})")
+        raise DataError(f"dataset={text}: give each dataset a share above 0, as fineweb_edu:0.8,code:0.2, adding up "
+                        f"to 1 (these add up to {float(total):g})")
     if math.lcm(*(share.denominator for _, share in parts)) > 10_000:
         raise DataError(f"dataset={text}: shares may have at most four digits")
     return parts

@@ -177,8 +177,8 @@ def _read_meta(folder):
         raise DataError(f"{folder} is a file; prepare a dataset from it first: python data/tokens/prepare.py "
                         f"--files {shlex.quote(str(folder))} --out data/{shlex.quote(folder.stem)}")
     if not folder.is_dir():
-        recipes = sorted(p.parent.name for p in Path(__file__).parent.glob("*/prepare.py"))
-        raise DataError(f"there is no dataset folder {folder}: data/ can prepare {', '.join(recipes)}; or check "
+        names = sorted(path.name for path in Path(__file__).parent.glob("[!_]*/"))
+        raise DataError(f"there is no dataset folder {folder}: data/ has {', '.join(names)}; or check "
                         "the path")
     if not path.exists():
         if (folder / "plan.json").exists():

@@ -384,6 +384,7 @@ data/pystdlib/prepare.py --documents=page        expected one of file, package
 data/shakespeare_char/prepare.py --fil=a         unknown key '--fil': did you mean '--file'?
 data/shakespeare_char/prepare.py --file          --file needs a value
 data/tokens/prepare.py --val_fraction=0          val_fraction 0.0 must be above 0
+data/tokens/prepare.py --val_frac=0.1            type --val_fraction=0.1
 data/tokens/prepare.py --shuffle -1              shuffle -1 must be at least 0
 data/tokens/prepare.py --workers=0               workers 0 must be at least 1
 data/tokens/prepare.py --files --force           --files needs a value

@@ -212,7 +212,7 @@ def test_a_folder_that_a_model_cannot_use_is_refused(tmp_path):
                        ({"block_size": 1000}, "train.bin has 1,000 tokens"), ({"vocab_size": 255}, "at least 256")]:
         rejected(lambda how=how: Tokens(folder, **how), words)
     assert len(Tokens(folder, 256, block_size=119).val) == 120
-    rejected(lambda: Tokens(tmp_path / "nothing"), "no dataset folder", "pystdlib")
+    rejected(lambda: Tokens(tmp_path / "nothing"), "no dataset folder", "data/ has", "pystdlib")
     (tmp_path / "a.txt").touch()
     found = prepared.find_dataset(tmp_path / "a.txt")
     rejected(lambda: Tokens(found), f"prepare.py --files {tmp_path}/a.txt --out data/a")
@@ -1060,7 +1060,7 @@ def test_a_mixture_is_known_by_its_parts(parts, tmp_path):
 @pytest.mark.parametrize("text", ["a:0.8,b:0.1", "a,b", "a:0.5,b:x", "a:0.5,./a:0.5", "a:1.2,b:-0.2", "a:1,b:0",
                                   ":0.5,b:0.5", "a:0.12345,b:0.87655"])
 def test_shares_that_do_not_add_up_are_refused(text):
-    unread = {"a,b": "a is not NAME:SHARE", "a:0.5,b:x": "b:x is"}.get(text, "")
+    unread = {"a,b": "a is not NAME:SHARE", "a:0.5,b:x": "b:x is", "a:1,b:0": "a share above 0"}.get(text, "")
     rejected(lambda: mixture.parse_mixture(text), f"dataset={text}: ", unread)
     assert mixture.parse_mixture("a:0.8, b:1/5") == [("a", Fraction(4, 5)), ("b", Fraction(1, 5))]
 

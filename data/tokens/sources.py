@@ -307,7 +307,8 @@ def lines_of(chunks):
     yield rest
 
 
-NESTED = "make a column of a nested value first (in JSON lines: jq -c '{text: .a.b}' in.jsonl > out.jsonl)"
+NESTED = ("make a column of a nested value first (in JSON lines: jq -c '{text: .a.b}' in.jsonl > out.jsonl; in "
+          "parquet: pyarrow's Table.flatten() makes columns named a.b)")
 
 
 def has_no(column, columns):
