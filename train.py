@@ -17,7 +17,7 @@ does.
 """
 
 if __name__ == "__main__":
-    from common import start  # before PyTorch
+    import common.start  # noqa: F401  before PyTorch
 
 import dataclasses
 import math
@@ -342,5 +342,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    start.imported()
     sys.exit(launch("train.py", main))
