@@ -52,9 +52,8 @@ def files(model):
     """The tree's files that a run loads: what is opened or imported by now, what these files import late, and the
     sources and headers of the kernels. Files of families/ that name none of the model's are left out."""
     loaded = {getattr(module, "__dict__", {}).get("__file__") for module in [*sys.modules.values()]}
-    its_families = rf"\b({'|'.join(model.config.families)})\b"
     unused = {str(path) for path in Path(TREE, "families").glob("[!_]*.py")
-              if not re.search(its_families, path.read_text())}
+              if not re.search(rf"\b({'|'.join(model.config.families)})\b", path.read_text())}
     names = inside((loaded | opened) - {__file__} - unused)
     late = ModuleFinder([TREE])
     for name in names:

@@ -359,7 +359,7 @@ class Check:
     def build(self, model):
         """The toy, the same toy with plain operators, and inputs, at the first sizes that run. Raises the last error
         if none do."""
-        errors = []
+        failed = None
         for sizes in sizes_to_try(model):
             try:
                 self.toy = self.plain = toy_of(model, self.device, self.backend, **sizes)
@@ -368,8 +368,8 @@ class Check:
                 self.batch = [a.to(self.device) for a in batch_of(self.toy)]
                 return self.value(STARTS)
             except Exception as error:  # such as a width that its heads do not divide
-                errors.append(error)
-        raise errors[-1]
+                failed = error
+        raise failed
 
     def in_float32(self):
         """A line on what agreed. Raises ConfigError for the first row of TABLE whose sides differ."""
