@@ -676,7 +676,7 @@ class Sweep(Experiment):
             return super().say_commands(cells)
         for c in cells:
             nproc = self.nproc if self.args.gpu else self.args.gpus
-            print(machine.torchrun(nproc), *c.command(self.folder)[1:])
+            print(machine.torchrun(nproc), shlex.join(c.command(self.folder)[1:]))
 
     def chosen(self):
         """The preset as the command line changes it. Raises ConfigError."""
@@ -687,6 +687,8 @@ class Sweep(Experiment):
         models = args.models or preset.models
         for model in models:
             self.check_set(label_settings(model))
+            if model.endswith(".py"):
+                raise ConfigError(f"{model}: name a family here, and config/FAMILY_SIZE.py by --sizes=SIZE")
         with_other_seeds = [stem(model) for model in models if seed_offset(model)]
         for family in with_other_seeds:
             if with_other_seeds.count(family) > 1:
@@ -705,8 +707,9 @@ class Sweep(Experiment):
         sizes = {}
         for text in args.sizes or [",".join(preset.sizes)]:
             known = dict(preset.sizes)
-            if (REPO / config_file(models[0], text)).exists():
-                known.setdefault(text, replace(first, argv=(), config=text))
+            for label in text.split(","):
+                if (REPO / config_file(models[0], label)).exists():
+                    known.setdefault(label, replace(first, argv=(), config=label))
             for label, argv in sizes_of(text, known, self.check_set).items():
                 size = replace(first, argv=argv) if argv else known[label]
                 if not sizes and not size.search:  # its rate would follow from a size that is not here

@@ -451,7 +451,10 @@ def test_a_plan_for_gpus_that_are_named_and_not_here(capsys, monkeypatch):
     _, rest, commands = plan_for(capsys, "--gpu=H100", "--gpus=12", "--nproc=4")
     assert ", 3 at a time" in rest[1] and all("--nproc_per_node=4 " in line for line in commands)
     rows, _, commands = plan_for(capsys, "--gpu=B200", "--gpus=64", "--sizes=120M")
-    assert rows["longhorn", "120M"][2:] == ["26%, measured", f"{4800 * 12 * 0.0054 + 8:.0f} s"]  # Python's
+    seconds = 4800 * 0.0649087 + 8  # of steps of 8 sequences on an H200, where Python was the limit
+    share = 4800 * 524288 * 783.9e6 / 2250e12 / 64 / (seconds - 8)
+    assert rows["longhorn", "120M"][2:] == [f"{share:.0%}, waits for Python", f"{seconds:.0f} s"]
+    assert rows["mamba", "120M"][3] == f"{seconds:.0f} s"
     assert "torchrun --nnodes=8 --node_rank=$RANK --master_addr=$HOST --nproc_per_node=8 train.py" in commands[0]
     rows, rest, _ = plan_for(capsys, "--gpu=H200", "--gpus=64", "--cluster=slurm")
     longest = rows["mamba", "350M at 4096"][3]  # of eight runs side by side
@@ -476,7 +479,7 @@ def test_the_hours_of_a_plan_follow_its_order():
         machine.say_plan([], [], "H100", 24, 12)
 
 
-def row_of_plan(line, gigabytes=9999, nproc=6, records=()):
+def row_of_plan(line, gigabytes=9999, nproc=6, records=(), **waiting):
     """Of a run with 60e9 parameters, 10e9 of them in the embedding: micro-batch, memory, share, seconds; and what it
     adds to the arguments. A quarter of six H100s' peak does it in 3000 seconds; a step is 30 sequences, 3 at a time."""
     at = {"model": "gla", "size": "60B", "parameters": 60e9, "embedding": 10e9, "tokens": 3e8, "from": 300_000,
@@ -485,7 +488,7 @@ def row_of_plan(line, gigabytes=9999, nproc=6, records=()):
                         f"--max_iters=310000 --micro_batch_size=3 --compile {line}".split())
     cell = Cell("run", [], at)
     with mock.patch.dict(machine.gpus.GPUS, H100=(989e12, gigabytes * 1e9)):
-        row = machine.place(cell, config, nproc, "H100", dict(records))
+        row = machine.place(cell, config, nproc, "H100", dict(records), waiting or {"gla": 1e-3, "llama": 2e-3})
     return f"{row[4]}: {row[5]}, {row[6]}, {cell.seconds:.0f} s {cell.argv}"
 
 
@@ -511,7 +514,9 @@ def test_a_plan_shards_within_a_machine_halves_and_waits_for_python():
     assert row_of_plan("", 1500) == "1: 1360 of 1500 GB, 25%, assumed, 3008 s ['--micro_batch_size=1']"
     with pytest.raises(ConfigError, match="gla 60B does not fit: one sequence takes 1360.0 GB, and H100 has 1400"):
         row_of_plan("", 1400)
-    assert " 54008 s" in row_of_plan("--max_iters=1300000")  # 5.4 ms for 5 layers, 2 micro-batches and a million steps
+    steps = "--max_iters=1300000"  # a million, of 2 micro-batches and 5 layers
+    for waiting, seconds in ({"gla": 1e-3, "llama": 2e-3}, 10008), ({"mamba": 3e-3, "llama": 2e-3}, 30008):
+        assert f"%, waits for Python, {seconds} s" in row_of_plan(steps, **waiting)
 
 
 def test_a_plan_says_which_data_are_missing_or_read_often(tmp_path, capsys):
@@ -780,21 +785,22 @@ laptop gla@step=exact,b --dry-run           unknown
 paper --gpu=H100                            give --gpu=NAME and --dry-run
 paper --dry-run --gpus=8                    --gpu=NAME
 paper rwkv4 --dry-run --gpu=H100            missing: config/rwkv4_120m.py, config/rwkv4_350m.py; write each
-paper gla --dry-run --gpu=K80               --gpu=K80: known are GH200, H200, H100 PCIe
+paper gla --dry-run --gpu=K80               --gpu=K80: known are GH200 480GB, GH200, H200, H100 PCIe
 paper X --dry-run                           llama, longhorn, mamba, mamba2, mesa, retnet, rwkv
-paper gla --dry-run --gpu=H100 --gpus=12    12 GPUs cannot share the 512 sequences of a step: choose 8 or 16, or
+paper gla --dry-run --gpu=H100 --gpus=12    the 512 sequences of a step: choose 8 or 16, fewer by --nproc, or another
 paper gla --dry-run --gpu=H100-4GB          gla 350M does not fit: one sequence takes
 paper gla --dry-run --batch_tokens=500000   not a multiple of block_size 1024: the nearest is 499712
 paper gla --dry-run --gpu=H100 --gpus=1 --parallel=fsdp    --parallel=fsdp on 1 GPU(s): give a run at least 2
 paper gla --dry-run --gpu=H100 --parallel=hsdp             at least 16
 laptop --sizes=9K:max_iters=2               see FAMILY, --seeds, --steps, --budgets
 paper gla --dry-run --gpu=H100 --nproc=16   --nproc=16: more than --gpus=8
-paper gla --dry-run --gpu=4xH200            --gpu=4xH200: known are GH200, H200,
+paper gla --dry-run --gpu=4xH200            --gpu=4xH200: known are GH200 480GB, GH200, H200,
 paper gla --dry-run --gpu=H100 --gpus=16 --nproc=16 --cluster=slurm    a run is a job on one node: choose --nproc=8
 paper gla --dry-run --budgets=9             runs have the schedule and rate of their configs: leave out --budgets
 paper gla --dry-run --search=1              leave out --budgets and --search
 paper gla --dry-run --block_size=4096       --block_size: 120M at 4096 sets it: choose other --sizes
 laptop gla --dry-run --n_embd=64            --n_embd: 460K sets it
+paper config/gla_120m.py --dry-run           name a family here, and config/FAMILY_SIZE.py by --sizes=SIZE
 """
 
 

@@ -6,8 +6,9 @@
 
 --parallel, --recompute, --optimizer and --dtype change these as docs/scale.md says. share and memory come from
 results/h200 if a record has these settings, the family, size and context, and from its largest micro-batch. Else the
-share is ASSUMED, and memory follows the formula above, measured for Longhorn. A step takes at least what Python does.
-Left out: communication between GPUs, and evaluations.
+share is ASSUMED, and memory follows the formula above, measured for Longhorn. A micro-batch takes at least what Python
+does: per layer, the least on record for the family, else for any. Left out: communication between GPUs, and
+evaluations.
 """
 
 import heapq
@@ -20,14 +21,15 @@ from common import gpus
 from common.errors import ConfigError
 from evaluation.tasks import table
 from experiments.pages import human
+from experiments.records import stem
 from experiments.sweeps import runner
 from runtime.records import read_json
 
 RECORDS = Path(__file__).resolve().parents[2] / "results" / "h200"
 ASSUMED = 0.25  # share of the peak if nothing was measured: a little less than Longhorn's
-MEASURED = {"optimizer": "adamw", "parallel": "ddp", "recompute": "none", "compile": True}  # and in bfloat16
+MEASURED = {"optimizer": "adamw", "parallel": "ddp", "recompute": "none", "compile": True,
+            "backend": ""}  # and in bfloat16
 START_SECONDS = 8.0  # of a run: imports, the check at the start, the evaluation
-WAITING = 5.4e-3  # seconds per layer and micro-batch of Python: Longhorn's on an H200; LLaMA's is less than half
 PER_NODE = 8  # GPUs
 COLUMNS = ["model", "size", "parameters", "tokens", "micro-batch", "memory", "of the peak", "a run", "runs"]
 
@@ -41,15 +43,19 @@ def torchrun(nproc):
 
 
 def measured():
-    """{(family, parameters, context): (sequences, share of the peak, bytes)} of the largest micro-batch on record; with
-    smaller ones Python was the limit."""
+    """({(family, parameters, context): (sequences, share of the peak, bytes)} of the largest micro-batch on record,
+    {family: the least seconds per layer and micro-batch})."""
     found = {}
+    waiting = {}
     for record in map(read_json, RECORDS.glob("training*.json")):
         shape = record["shape"]
         for row in record["rows"]:
-            at = row["family"], row["parameters"], shape["block_size"]
+            family = row["family"]
+            at = family, row["parameters"], shape["block_size"]
             found[at] = max(found.get(at, (0,)), (shape["batch_size"], row["mfu"], row["peak_bytes"]))
-    return found
+            of_layer = row["seconds"]["median_seconds"] / shape["n_layer"]
+            waiting[family] = min(waiting.get(family, math.inf), of_layer)
+    return found, waiting
 
 
 def checkpoint_bytes(at, config):
@@ -71,9 +77,9 @@ def held_bytes(at, config, nproc):
     return states / shards + 8 * at["embedding"] + 12 * (at["parameters"] - at["embedding"]) / config.n_layer
 
 
-def place(cell, config, nproc, gpu, records):
+def place(cell, config, nproc, gpu, records, waiting):
     """Set the `seconds` of a cell on nproc GPUs, and the micro-batch that fits in its arguments; returns its row.
-    Raises ConfigError if a step cannot be shared, or one sequence does not fit."""
+    records, waiting: from `measured`. Raises ConfigError if a step cannot be shared, or one sequence does not fit."""
     available = gpus.memory(gpu)
     at, source, share = cell.at, "assumed", ASSUMED
     L, T = config.n_layer, config.block_size
@@ -81,14 +87,15 @@ def place(cell, config, nproc, gpu, records):
     if in_step % nproc:
         near = sorted(range(1, in_step + 1), key=lambda n: (in_step % n > 0, abs(n - nproc)))  # divisors first
         raise ConfigError(f"{nproc} GPUs cannot share the {in_step} sequences of a step: choose "
-                          f"{' or '.join(map(str, near[:2]))}, or another --batch_tokens")
+                          f"{' or '.join(map(str, near[:2]))}, fewer by --nproc, or another --batch_tokens")
     factor = 2 if config.dtype == "float32" else 1  # bytes, and seconds: TF32 has half the peak
     half = (L + 1) // 2
     whole, again = {"none": (L, 0), "every_other": (half, half), "block": (1, L)}[config.recompute]  # layers
     sequences = min(config.micro_batch_size, in_step // nproc)
     fixed = held_bytes(at, config, nproc)
     of_one = T * (factor * (60 * whole * config.n_embd + 2 * config.vocab_size) + 4 * again * config.n_embd)
-    record = records.get((at["model"], at["parameters"], T))
+    family = stem(at["model"])
+    record = records.get((family, at["parameters"], T))
     if record and factor == 1 and vars(config).items() >= MEASURED.items():
         largest, share, memory = record
         of_one, source = (memory - fixed) / largest, "measured"
@@ -103,7 +110,10 @@ def place(cell, config, nproc, gpu, records):
         cell.argv.append(f"--micro_batch_size={sequences}")
     micro_batches = (config.max_iters - at["from"]) * -(-in_step // (nproc * sequences))
     computing = at["flops"] * factor / (share * gpus.peak_flops(gpu) * nproc)
-    cell.seconds = START_SECONDS + (1 + again / (3 * L)) * max(computing, WAITING * L * micro_batches)
+    python = micro_batches * L * waiting.get(family, max(waiting.values()))
+    if python > computing:
+        share, source = share * computing / python, "waits for Python"
+    cell.seconds = START_SECONDS + (1 + again / (3 * L)) * max(computing, python)
     return [at["model"], at["size"], human(at["parameters"]), human(at["tokens"]), str(sequences),
             f"{memory / 1e9:.0f} of {available / 1e9:.0f} GB", f"{share:.0%}, {source}", runner.hours(cell.seconds)]
 
@@ -135,10 +145,10 @@ def say_plan(cells, configs, gpu, count, nproc, one_by_one=False):
         raise ConfigError(f"--gpu={gpu}: known are {', '.join(gpus.GPUS)}; --gpus is how many")
     if nproc > count:
         raise ConfigError(f"--nproc={nproc}: more than --gpus={count}")
-    records = measured()
+    records, waiting = measured()
     rows, kept = Counter(), 0
     for cell, config in zip(cells, configs, strict=True):
-        rows[tuple(place(cell, config, nproc, gpu, records))] += 1
+        rows[tuple(place(cell, config, nproc, gpu, records, waiting))] += 1
         files = config.keep_checkpoints + 1 + len(config.keep_steps.replace(",", " ").split())  # 1: the best
         kept += checkpoint_bytes(cell.at, config) * files
     if nproc > PER_NODE and nproc % PER_NODE:
@@ -148,10 +158,13 @@ def say_plan(cells, configs, gpu, count, nproc, one_by_one=False):
     flops, tokens = (sum(cell.at[key] for cell in cells) for key in ("flops", "tokens"))
     at_once = max(1, count // nproc)
     print(f"{len(cells)} runs, {human(tokens)} tokens, {flops:.2g} FLOPs on {count} x {name}, {at_once} at a time: "
-          f"about {runner.hours(seconds_of(cells, at_once, one_by_one))} in all")
-    if min(cell.seconds for cell in cells) < 60:
-        print(f"a run of less than a minute is mostly its start, {START_SECONDS:.0f} s, and waiting for Python, "
-              f"{1000 * WAITING:.1f} ms per layer and micro-batch; both are assumed")
+          f"about {runner.hours(seconds_of(cells, at_once, one_by_one))} in all"
+          f"{', one family after the other' * one_by_one}; the start of each, {START_SECONDS:.0f} s, is assumed")
+    if any("Python" in row[6] for row in rows):
+        print("waits for Python: each layer and micro-batch takes what it took at the least on an H200, "
+              f"{1000 * max(waiting.values()):.1f} ms for most families: larger micro-batches or fewer GPUs cost less")
+    if nproc > PER_NODE and "fsdp" in {config.parallel for config in configs}:
+        print("--parallel=hsdp gathers inside a node only, and waits less for others: docs/scale.md")
     print("measured: on one H200 (results/h200), compiled, in bfloat16, with AdamW, ddp and no recompute; assumed: "
           f"{ASSUMED:.0%}, which small models do not reach, and a loop over time in Python not by far; both are shares "
           "of this GPU's peak (in float32 half of it), without communication and evaluations; memory that is assumed "
