@@ -27,16 +27,13 @@ class Shards:
         return int(self.ends[-1])
 
     def __getitem__(self, part):
-        """tokens[start:stop], 0 <= start; a copy if it spans several files."""
+        """A copy of tokens[start:stop], 0 <= start: a view would keep its file open."""
         start, stop, _ = part.indices(len(self))
         i = int(np.searchsorted(self.ends, start, side="right")) - 1  # index of the file that holds `start`
-        if start < stop <= self.ends[i + 1]:
-            return opened(self, i)[start - self.ends[i] : stop - self.ends[i]]
         pieces = [np.empty(0, self.dtype)]
         while start < stop:
             end = min(stop, int(self.ends[i + 1]))
-            part = opened(self, i)[start - self.ends[i] : end - self.ends[i]]
-            pieces.append(np.array(part))  # a view keeps a file open
+            pieces.append(np.array(opened(self, i)[start - self.ends[i] : end - self.ends[i]]))
             start = end
             i += 1
         return np.concatenate(pieces)
