@@ -16,7 +16,10 @@ from model import FAMILIES
 for file in pkgutil.iter_modules(__path__):
     before = copy.deepcopy(FAMILIES)
     with main_error(f"families/{file.name}.py", Exception):
-        importlib.import_module(f"{__name__}.{file.name}")
+        try:
+            importlib.import_module(f"{__name__}.{file.name}")
+        except SystemExit:
+            raise ConfigError("it ends the program: leave out sys.exit") from None
         if FAMILIES | before != FAMILIES:
             raise ConfigError("it changes a row that FAMILIES has already: choose another name, or remove one file")
         if not all(FAMILIES.values()):

@@ -887,7 +887,7 @@ def test_a_recurrence_of_ones_own():
     test_packed_documents_are_those_read_alone("leaky")
 
 
-@pytest.mark.parametrize("text", ["import nothing_there\n", "x = (\n", "FAMILIES['x'] = []\n",
+@pytest.mark.parametrize("text", ["import nothing_there\n", "x = (\n", "FAMILIES['x'] = []\n", "exit(0)\n",
                                   "from model import FAMILIES as known\nknown['gla'] = [print]\n",
                                   "from model import FAMILIES as known\nknown['mine'] = []\n"])
 def test_a_file_that_cannot_be_imported_is_a_line_with_its_name(text, tmp_path, monkeypatch, capsys):
