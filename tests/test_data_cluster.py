@@ -176,12 +176,18 @@ def test_what_it_refuses(prepare, tmp_path, monkeypatch, row):
     rejected(lambda: prepare(**how), *words)
 
 
-def test_what_was_made_before(prepare, tmp_path):
+def test_what_was_made_before(prepare, tmp_path, monkeypatch):
     """By a job on a node that is believed lost, with a damaged record, or from other inputs."""
     with preparing(tmp_path / "out/task-00001"):
         rejected(prepare, "1 of 2 tasks", "another process is preparing")
     splits = prepare().meta["splits"]
     rejected(lambda: prepare(tasks=1), "other inputs", "--force")
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster, "is_queued", lambda job: True)
+        (tmp_path / "out/datatrove/job").write_text("7")
+        for other in {"tasks": 1}, {"force": True}:
+            rejected(lambda: prepare(cluster="slurm", **other), "job 7 is still at work")  # noqa: B023
+        assert prepare(cluster="slurm") is None
     (tmp_path / "out/meta.json").unlink()
     plan = tmp_path / "out/task-00001/plan.json"
     plan.write_text(plan.read_text().replace('"bytes": ', '"bytes": 1', 1))

@@ -178,6 +178,8 @@ def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, 
     meta["inputs"] = hashlib.sha256(f"{meta['inputs']} in {n} tasks".encode()).hexdigest()
     job = folder / "datatrove/job"
     if cluster == "slurm" and is_queued(job):
+        if force or one_process.inputs_of(folder / "plan.json") != meta["inputs"]:
+            raise DataError(f"job {job.read_text()} is still at work in {folder}: scancel it, or choose another --out")
         print(f"{folder}: {sum(tasks.ended())} of {n} tasks have ended; job {job.read_text()} has the others")
         return None
     with preparing(folder):
