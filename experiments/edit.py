@@ -756,9 +756,11 @@ class Edit(Experiment):
         if args.data:
             settings.append(f"--dataset={data_path(args.data)}")
         sizes = {}
+        known = dict(SIZES)
         for text in args.sizes:
-            for label, argv in sweep.sizes_of(text, SIZES, self.check_set).items():
-                sizes[label] = [config, *(argv or SIZES[label]), *settings]
+            for label, argv in sweep.sizes_of(text, known, self.check_set).items():
+                known.setdefault(label, argv)
+                sizes[label] = [config, *known[label], *settings]
         return sizes
 
     def say(self, line, edit=""):

@@ -706,7 +706,7 @@ class Sweep(Experiment):
             changes["search_steps"] = None
         sizes = {}
         for text in args.sizes or [",".join(preset.sizes)]:
-            known = dict(preset.sizes)
+            known = sizes | preset.sizes
             for label in text.split(","):
                 if (REPO / config_file(models[0], label)).exists():
                     known.setdefault(label, replace(first, argv=(), config=label))

@@ -778,6 +778,7 @@ laptop --budgets=28 --dry-run               warmup of 26 and decay of 6 steps ar
 laptop --sizes=120M                         there are 460K, 1.5M, and SIZE for config/FAMILY_SIZE.py; give one of them
 laptop --sizes=460K:n_layer=2               or another label
 laptop --sizes=a,b:n_layer=2                or another label
+laptop --sizes=a:n_layer=2 --sizes=a:n_layer=3                 there are a, 460K, 1.5M, and SIZE
 laptop --sizes=9K:seed=2                    the sweep sets seed
 laptop gla@seed=3 --dry-run                 --seed=3: the sweep sets seed
 laptop gla gla@batch_tokens=512 --dry-run   such runs are not compared
