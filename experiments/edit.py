@@ -237,6 +237,7 @@ class Side:
         self.key = f"{self.root.name}-{short_hash(settings)}"  # identifies code and settings in the names of cells
         self.head = head or self
         self.rows = {}  # name of a cell: its row of results
+        self.facts = {}  # {name: value} that must be the same in all its runs
         self.ended = ()  # the seed with which it diverged or was refused, Decision
 
     def cell(self, seed, part=1):
@@ -345,11 +346,11 @@ class Comparison:
             row = records.read_run(side.folder / cell.name, cell.at)
         except BadRecord as error:
             return self.diverges(side, cell, failed, str(error))
-        side.rows[cell.name] = row
+        side.rows[cell.name] = row | {"ended": os.path.getmtime(side.folder / cell.name / "result.json")}
         facts = {key: value for (group, key), value in row["same"].items() if group == "data"}
-        facts |= {key: row[key] for key in ("dtype", "torch", "batch_tokens")}
+        facts |= {key: row[key] for key in ("dtype", "torch", "batch_tokens", "code")}
         for key, value in facts.items():
-            before = self.facts.setdefault(key, value)
+            before = (side if key == "code" else self).facts.setdefault(key, value)
             if value != before:
                 raise ConfigError(f"{key} of {side.name}: {value}, where earlier runs have {before}: make it the same "
                                   "for all versions, or choose another --out")
@@ -576,11 +577,14 @@ def over_texts(c, edit, decision, curve):
 
 
 def speed(c, edit, decision):
-    """A line if the pairs show that one version takes longer per token: how much longer, and how many seconds it
-    therefore needs for HEAD's loss."""
-    heads, ours = (-np.log(side.column("tokens_per_second", decision.pairs))[:, None] for side in (c.head, edit))
+    """A line if the pairs that ran side by side show that one version takes longer per token: how much longer, and how
+    many seconds it therefore needs for HEAD's loss."""
+    device, ended, seconds = ([side.column(key, decision.pairs) for side in (c.head, edit)]
+                              for key in ("device", "ended", "seconds"))
+    together = np.equal(*device) & (abs(np.subtract(*ended)) < 10 * sum(seconds))
+    heads, ours = np.log(seconds)[:, together, None]
     d = compare.difference(ours, heads, np.ones(1), paired=True)
-    if d.low <= 0 <= d.high:
+    if not d or d.low <= 0 <= d.high:
         return []
     tokens = compare.Multiplier(*np.exp(decision.interval).tolist(), beyond=False)
     seconds = compare.times(tokens, d.mean, (d.high - d.low) / 2)

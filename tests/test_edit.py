@@ -50,18 +50,19 @@ STAND_IN = textwrap.dedent("""
     loss = 2 + 0.4 * (steps / 16) ** -0.49 + random.Random(seed * model.VARIES).gauss(0, 0.01) + model.SHIFT
     loss += random.Random(f"{seed} {model.SEED} {steps}").gauss(0, model.NOISE)
     config = {"model": "longhorn", "vocab_size": 256, "block_size": 16, "batch_tokens": model.BATCH, "max_iters": steps,
-              "seed": seed, "learning_rate": float(given["learning_rate"]), "out_dir": out}
+              "seed": seed, "learning_rate": float(given["learning_rate"]), "out_dir": out,
+              "dtype": model.DTYPE}
+    tokens, seconds = steps * model.BATCH, 1e4 * model.SLOW / (100 + seed)
     result = {"model": "longhorn", "val_loss": loss, "val_tokens": 100, "val_document_tokens": [60, 40],
-              "val_document_losses": [loss, loss], "seconds": 1.0, "flops": 1.0, "parameters": 10, "processes": 1,
-              "tokens": steps * model.BATCH, "tokens_per_second": (100 + seed) / model.SLOW,
-              "seed": seed, "code": "v2" + model.SEED, "steps": steps,
-              "device_name": "cpu", "dtype": model.DTYPE}
+              "val_document_losses": [loss, loss], "seconds": seconds, "flops": tokens, "parameters": 10,
+              "processes": 1, "tokens": tokens, "tokens_per_second": round(tokens / seconds), "seed": seed,
+              "code": "v2" + model.SEED, "steps": steps, "device_name": "cpu", "dtype": model.DTYPE}
     events = [{"event": "train", "step": s, "tokens": 64 * s, "train_loss": loss} for s in range(1, steps + 1)]
     events.append({"event": "eval", "step": steps, "tokens": 64 * steps, "val_loss": loss})
     write("log.jsonl", "".join(json.dumps(e) + "\\n" for e in events))
     write("config.json", json.dumps({
-        "config": config, "derived": {"parameters": {"embedding": 1}}, "environment": {"code": "v2" + model.SEED,
-        "cpu": "x"}, "code_versions": ["v2" + model.SEED],
+        "config": config, "environment": {"code": "v2" + model.SEED, "cpu": "x"}, "code_versions": ["v2" + model.SEED],
+        "derived": {"parameters": {"embedding": 1, "total": 10}, "flops_per_token": 1, "processes": 1},
         "data": {"identity": {"train": model.DATA, "val": "v"}}}))
     write("result.json", json.dumps(result))
 """)
@@ -501,13 +502,22 @@ def test_heads_runs_serve_the_next_edit_and_the_page_counts_edits(repo, run):
     run("--pairs=2")
     change(repo, SHIFT=0.02, SEED="c")
     assert run("--steps=32", "--pairs=2")[2]["edits_tried"] == 2
-    change(repo, SHIFT=-0.05, SEED="d")
+    change(repo, SHIFT=-0.05, SEED="d", SLOW=1.25)
     before = runs_of(repo / "out")
-    assert run("--pairs=3")[2]["edits_tried"] == 3
+    code, said, result = run("--pairs=3")
+    assert result["edits_tried"] == 3 and "a token takes 1.25 " in said
     after = runs_of(repo / "out")
     assert all(after[name] == 1 for name in before) and len(after) > len(before)
     assert "is called better or worse with probability 0.05 at most, one of 3 with up to 0.14" in max(
         (repo / "out").glob("*/edit-*/edit.md"), key=os.path.getmtime).read_text()
+    heads = (repo / "out").glob(f"*/{result['code']['head']}-*seed[123]/result.json")
+    first, second, _ = [path for path in heads if '"steps": 16' in path.read_text()]
+    os.utime(first, (0, 0))  # on a machine that was busy then
+    second.write_text(second.read_text().replace('"cpu"', '"H100"'))
+    assert "a token takes" not in run("--pairs=3")[1]
+    for path in first, first.with_name("config.json"):
+        path.write_text(path.read_text().replace('"v2a"', '"v2x"'))  # the snapshot was edited meanwhile
+    assert "code of HEAD: v2" in run("--pairs=3")[1]
 
 
 def test_an_edit_while_it_runs_does_not_change_the_runs(repo, run):
