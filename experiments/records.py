@@ -38,8 +38,8 @@ class Kind:
     """What is specific to the records of an experiment: a row of KINDS.
 
     place: what identifies a run, as named in the plan; point: the parts of the place that the runs of one point share,
-    along with all settings; same: settings that all runs share; positive: further numbers in result.json. measure: what
-    the log must end with. adds(row, record, evaluations): the row with whatever else reports read.
+    along with all settings; same: settings that all runs share. measure: what the log must end with. adds(row, record,
+    evaluations): the row with whatever else reports read.
     """
 
     place: tuple
@@ -47,7 +47,6 @@ class Kind:
     same: tuple = ()
     adds: callable = None
     point: tuple = ()
-    positive: tuple = ()
 
 
 Records = namedtuple("Records", "result config evaluations")  # result.json, config.json, evals of log.jsonl
@@ -263,7 +262,7 @@ def check_outcome(kind, result, config):
             raise BadRecord(f"its loss is {str(value)[:40]}, and guessing's {guessing:.3f}: it diverged")
     elif not (value == 0 or is_number(value) and value <= 1):
         raise BadRecord(f"its accuracy is {str(value)[:40]}")
-    for key in ("seconds", "parameters", *kind.positive):
+    for key in ("seconds", "parameters"):
         if not is_number(result[key]):
             raise BadRecord(f"{key} is {str(result[key])[:40]}: not a number above 0")
 
@@ -282,11 +281,16 @@ def check_place(kind, name, at, result, record):
         if setting in config:
             ran[key] = config[setting]
     ran |= {"model": config.get("pattern") or config["model"], "code": record["environment"]["code"],
-            "seed": config["seed"], "folder": Path(config["out_dir"]).name}
-    ran |= {"dtype": config["dtype"]} if "dtype" in config else {}
+            "seed": config["seed"], "folder": Path(config["out_dir"]).name, "dtype": config["dtype"]}
+    follows = {}  # from others of the run's numbers; what the plan says about them is an estimate
     if kind.measure == "val_loss":  # the others may stop early
-        ran["tokens"] = config["max_iters"] * config["batch_tokens"]
-    planned = at | {"folder": Path(name).name, "model": stem(at.get("model", ran["model"]))}
+        derived = record["derived"]
+        tokens = ran["tokens"] = config["max_iters"] * config["batch_tokens"]
+        follows = {"tokens_per_second": round(tokens / result["seconds"]), "flops": tokens * derived["flops_per_token"],
+                   "parameters": derived["parameters"]["total"], "processes": derived["processes"],
+                   "val_tokens": sum(result["val_document_tokens"])}
+    ran |= follows
+    planned = at | follows | {"folder": Path(name).name, "model": stem(at.get("model", ran["model"]))}
     for source, said in ("result.json", result), ("the plan", planned):
         for key, value in ran.items():
             if said.get(key, value) != value:
@@ -305,10 +309,11 @@ def of_scaling(row, record, evaluations):
     losses = np.array(row["val_document_losses"], float)
     if tokens.shape != losses.shape or not abs(np.average(losses, weights=tokens) - row["val_loss"]) <= 1e-4:
         raise BadRecord("its documents' losses do not add up to its loss")
+    bits = row.get("val_bits_per_byte")
     first = slice(len(tokens) // 2 or None)
     identity = record["data"]["identity"]
     row["same"] |= {("data", "train data"): identity["train"], ("data", "val data"): identity["val"],
-                    ("data", "val_tokens"): row["val_tokens"],
+                    ("data", "bytes per token"): bits and round(row["val_loss"] / math.log(2) / bits, 9),
                     (row["size"], "tokens per window"): row.get("eval_block_size") or row["block_size"]}
     return {"val_bits_per_byte": math.nan} | row | {
         "val_document_tokens": tokens, "val_document_losses": losses,
@@ -387,7 +392,7 @@ KINDS = {
     "scaling": Kind(("model", "size", "stage", "seed", "learning_rate", "steps", "from"), "val_loss", (
         "batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters", "min_lr", "vocab_size",
         "eval_block_size", "eval_tokens", "final_eval_tokens", "dtype", "init_from", "optimizer", "schedule"),
-        of_scaling, ("model", "size"), positive=("flops", "processes")),
+        of_scaling, ("model", "size")),
     "recall": Kind(("mixer", "T", "n_embd", "learning_rate", "seed"), "accuracy", (
         "vocab_size", "power_a", "train_examples", "test_examples", "epochs", "stop_at", "optimizer", "weight_decay",
         "schedule", "grad_clip", "n_layer", "dtype"), of_recall, ("mixer", "T", "n_embd")),

@@ -76,7 +76,8 @@ def make_run(folder, at, n, loss, gpu):
               "n_layer": 2, "n_embd": round(n**0.5 / 6)}
     record = {"config": config, "environment": {"code": CODE, "code_files": FILES, "commit": "f" * 40, "torch": "2.13",
                                                 "cpu": "AMD EPYC", "command": "python train.py"},
-              "derived": {"parameters": {"embedding": 256 * 64}, "decayed": ["a"]},
+              "derived": {"parameters": {"embedding": 256 * 64, "total": n}, "flops_per_token": 6 * n, "processes": 1,
+                          "decayed": ["a"]},
               "data": {"identity": {"train": "10d1", "val": "801d"}}, "code_versions": [CODE],
               "time": "2026-11-20T11:33:15+00:00"}
     (folder / "config.json").write_text(json.dumps(record))
@@ -87,8 +88,9 @@ def make_run(folder, at, n, loss, gpu):
     (folder / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
     result = {"model": model, "val_loss": loss, "val_tokens": sum(WEIGHTS), "val_document_tokens": WEIGHTS,
               "val_document_losses": documents, "steps": steps, "tokens": tokens, "seed": seed,
-              "seconds": seconds, "parameters": n, "flops": 6 * n * tokens, "processes": 1, "code": CODE,
-              "device_name": gpu or "cpu", "dtype": "float32", "val_bits_per_byte": loss / math.log(2)}
+              "seconds": seconds, "tokens_per_second": round(tokens / seconds), "parameters": n,
+              "flops": 6 * n * tokens, "processes": 1, "code": CODE, "device_name": gpu or "cpu", "dtype": "float32",
+              "val_bits_per_byte": loss / math.log(2)}
     (folder / "result.json").write_text(json.dumps(result))
 
 
@@ -173,9 +175,11 @@ DAMAGE = [  # file; what is set in it, or its new text, or None: it is removed; 
     ("config.json", {"config__optimizer": "muon"}, "optimizer muon where most have adamw"),
     ("config.json", {"data__identity": {"train": "m1x", "val": "801d"}}, "comparable: train data m1x"),
     ("config.json", {"data__identity__val": "ffff"}, "comparable: val data ffff"),
-    ("result.json", {"val_tokens": 7}, "not comparable: val_tokens 7"),
+    ("result.json", {"val_tokens": 7}, "val_tokens is 38912, result.json says 7"),
+    ("result.json", {"flops": 7}, "flops is "), ("result.json", {"seconds": 7}, "tokens_per_second is "),
+    ("result.json", {"val_bits_per_byte": 7}, "comparable: bytes per token 0."),
     ("config.json", {"config__n_layer": 3}, "comparable: n_layer 3 where most have 2"),
-    ("result.json", {"parameters": 460_001}, "comparable: parameters 460001 where most have 460000"),
+    ("result.json", {"parameters": 460_001}, "parameters is 460000, result.json says"),
     ("result.json", {"val_document_losses": [math.nan] * 8}, "do not add up to its loss"),
     ("config.json", {"config__init_from": "out/old"}, "comparable: init_from out/old where most have"),
     ("config.json", {"config__learning_rate": 1.0}, "another run's records: learning"),
@@ -463,7 +467,8 @@ def set_losses(folder, names, family, loss):
         steps, seed = (int(re.search(pattern, name)[1]) for pattern in (r"_(\d+)steps", r"seed(\d+)"))
         if name.startswith(family) and seed > 1000 and not name.endswith("cosine"):
             value = loss(steps, seed)
-            change(folder / name / "result.json", val_loss=value, val_document_losses=[value] * 8)
+            change(folder / name / "result.json", val_loss=value, val_document_losses=[value] * 8,
+                   val_bits_per_byte=value / math.log(2))
             last = {"event": "eval", "step": steps, "val_loss": value}
             (folder / name / "log.jsonl").write_text(json.dumps(last) + "\n")
 
@@ -497,8 +502,9 @@ def test_hours_count_processes_and_what_a_branch_trained_itself(told):
     def damage(folder, names):
         plan = json.loads((folder / "plan.json").read_text())
         for i, name in enumerate(names):
-            change(folder / name / "result.json", seconds=1800.0, processes=3)
-            change(folder / name / "config.json", time=f"2026-11-{20 + i // 6}T{2 * (i // 2):02}:00:00+00:00")
+            change(folder / name / "result.json", seconds=1800.0, processes=3, tokens_per_second=...)
+            change(folder / name / "config.json", derived__processes=3,
+                   time=f"2026-11-{20 + i // 6}T{2 * (i // 2):02}:00:00+00:00")
         plan["cells"][names[0]]["from"] = 384  # of 512 steps: a quarter of its time is its own
         (folder / "plan.json").write_text(json.dumps(plan))
     _, text = told(damage, seeds=(1001, 1002), rates=(2e-3, 4e-3, 8e-3), others=())
@@ -508,12 +514,15 @@ def test_hours_count_processes_and_what_a_branch_trained_itself(told):
 
 
 def test_flops_and_seconds_are_the_tokens_times_the_cost_of_each_familys_token(told):
-    """Longhorn's token costs three times the FLOPs of Mamba's, and a quarter of the time; it has three bytes."""
+    """Longhorn's token costs three times the FLOPs of Mamba's, and a quarter of the time; all have three bytes."""
     def damage(folder, names):
-        for name in names[:len(names) // 2 + 1]:  # Longhorn's
+        for name in names:
             result = json.loads((folder / name / "result.json").read_text())
-            change(folder / name / "result.json", flops=3 * result["flops"], seconds=result["seconds"] / 4,
-                   val_bits_per_byte=result["val_bits_per_byte"] / 3)
+            change(folder / name / "result.json", val_bits_per_byte=result["val_bits_per_byte"] / 3)
+            if result["model"] == "longhorn":
+                change(folder / name / "result.json", flops=3 * result["flops"], seconds=result["seconds"] / 4,
+                       tokens_per_second=...)
+                change(folder / name / "config.json", derived__flops_per_token=18 * result["parameters"])
     tables, text = told(damage)
     row = one(tables["pairs"], is_main=True)
     assert (row["FLOPs"], row["seconds"]) == pytest.approx((3 * row["tokens"], row["tokens"] / 4))
