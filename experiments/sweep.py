@@ -536,8 +536,8 @@ def sizes_of(text, known, check_set):
     if not colon and known.keys() >= {*text.split(",")}:
         return dict.fromkeys(text.split(","))
     if not colon or label in known or not re.fullmatch(r"[\w.-]+", label) or not all("=" in a for a in argv):
-        raise ConfigError(f"--sizes={text}: there are {', '.join(known)}, and SIZE for config/FAMILY_SIZE.py; give one "
-                          "of them, or another label with its settings, as in --sizes=250K:n_layer=2,n_embd=96")
+        raise ConfigError(f"--sizes={text}: there are {', '.join(known)}; give one of them, or another label with its "
+                          "settings, as in --sizes=250K:n_layer=2,n_embd=96")
     check_set(argv)
     return {label: argv}
 
@@ -708,8 +708,11 @@ class Sweep(Experiment):
         for text in args.sizes or [",".join(preset.sizes)]:
             known = sizes | preset.sizes
             for label in text.split(","):
-                if (REPO / config_file(models[0], label)).exists():
+                file = config_file(models[0], label)
+                if (REPO / file).exists():
                     known.setdefault(label, replace(first, argv=(), config=label))
+                elif label not in known and ":" not in text:
+                    raise ConfigError(f"--sizes={label}: there are {', '.join(known)}, and no {file}")
             for label, argv in sizes_of(text, known, self.check_set).items():
                 size = replace(first, argv=argv) if argv else known[label]
                 if not sizes and not size.search:  # its rate would follow from a size that is not here

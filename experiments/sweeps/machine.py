@@ -6,9 +6,9 @@
 
 --parallel, --recompute, --optimizer and --dtype change these as docs/scale.md says. share and memory come from
 results/h200 if a record has these settings, the family, size and context, and from its largest micro-batch. Else the
-share is ASSUMED, and memory follows the formula above, measured for Longhorn. A micro-batch takes at least what Python
-does: per layer, the least on record for the family, else for any. Left out: communication between GPUs, and
-evaluations.
+share is the least on record for the family, or ASSUMED, and memory follows the formula above, measured for Longhorn. A
+micro-batch takes at least what Python does: per layer, the least on record for the family, else for any. Left out:
+communication between GPUs, and evaluations.
 """
 
 import heapq
@@ -82,6 +82,9 @@ def place(cell, config, nproc, gpu, records, waiting):
     records, waiting: from `measured`. Raises ConfigError if a step cannot be shared, or one sequence does not fit."""
     available = gpus.memory(gpu)
     at, source, share = cell.at, "assumed", ASSUMED
+    family = stem(at["model"])
+    if config.compile and not config.backend:
+        share = min((share for (name, *_), (_, share, _) in records.items() if name == family), default=ASSUMED)
     L, T = config.n_layer, config.block_size
     in_step = config.batch_tokens // T
     if in_step % nproc:
@@ -94,7 +97,6 @@ def place(cell, config, nproc, gpu, records, waiting):
     sequences = min(config.micro_batch_size, in_step // nproc)
     fixed = held_bytes(at, config, nproc)
     of_one = T * (factor * (60 * whole * config.n_embd + 2 * config.vocab_size) + 4 * again * config.n_embd)
-    family = stem(at["model"])
     record = records.get((family, at["parameters"], T))
     if record and factor == 1 and vars(config).items() >= MEASURED.items():
         largest, share, memory = record
@@ -165,11 +167,12 @@ def say_plan(cells, configs, gpu, count, nproc, one_by_one=False):
               f"{1000 * max(waiting.values()):.1f} ms for most families: larger micro-batches or fewer GPUs cost less")
     if nproc > PER_NODE and "fsdp" in {config.parallel for config in configs}:
         print("--parallel=hsdp gathers inside a node only, and waits less for others: docs/scale.md")
-    print("measured: on one H200 (results/h200), compiled, in bfloat16, with AdamW, ddp and no recompute; assumed: "
-          f"{ASSUMED:.0%}, which small models do not reach, and a loop over time in Python not by far; both are shares "
-          "of this GPU's peak (in float32 half of it), without communication and evaluations; memory that is assumed "
-          "is what Longhorn would take: run a family of your own there with --max_iters=20")
+    print("measured: on one H200 (results/h200), compiled, in bfloat16, with AdamW, ddp and no recompute; assumed: the "
+          f"least of the family's there, else {ASSUMED:.0%}, which small models do not reach, and loops over time or "
+          "chunks in plain PyTorch not by far; both are shares of this GPU's peak (in float32 half of it), without "
+          "communication and evaluations; memory that is assumed is what Longhorn takes, compiled: other families "
+          "differ, so run each there with --max_iters=20")
     bytes_per_token = 4 if configs[0].vocab_size > 2**16 else 2
     longest = max(cell.at["tokens"] for cell in cells) * bytes_per_token
     print(f"disk: {kept / 1e9:,.0f} GB for checkpoints; {longest / 1e9:,.0f} GB of tokens, so that the longest run "
-          "reads none twice")
+          "reads none twice; prepare.py writes all of a dataset")
