@@ -685,18 +685,10 @@ class Sweep(Experiment):
         if args.command == "duel" and len(args.models) < 2:
             raise ConfigError("duel: give two families, as in: duel longhorn mamba")
         models = args.models or preset.models
-        for model in models:
-            self.check_set(label_settings(model))
-            if model.endswith(".py"):
-                raise ConfigError(f"{model}: name a family here, and config/FAMILY_SIZE.py by --sizes=SIZE")
-        with_other_seeds = [stem(model) for model in models if seed_offset(model)]
-        for family in with_other_seeds:
-            if with_other_seeds.count(family) > 1:
-                raise ConfigError(f"{family}@WORD twice: both would have the same seeds")
+        self.check_models(models)
         changes = {key: getattr(args, key) for key in ("seeds", "steps", "budgets", "search") if getattr(args, key)}
         given = list(map(whole_path, args.others))
-        first = next(iter(preset.sizes.values()))
-        if not first.steps:
+        if not next(iter(preset.sizes.values())).steps:
             if args.budgets or args.search:
                 raise ConfigError(f"{args.command}: runs have the schedule and rate of their configs: leave out "
                                   "--budgets and --search, or choose another preset")
@@ -705,7 +697,33 @@ class Sweep(Experiment):
         elif args.steps:
             changes["search_steps"] = None
         sizes = {}
-        for text in args.sizes or [",".join(preset.sizes)]:
+        for label, size in self.chosen_sizes(preset, models).items():
+            for key in runner.settings(size.argv, ("micro_batch_size",)).keys() & runner.settings(given):
+                raise ConfigError(f"--{key}: {label} sets it: choose other --sizes")
+            sizes[label] = replace(size, **changes)
+        families = {}  # the command line's settings are for all
+        for family, changed in preset.families.items():
+            families[family] = {key: value for key, value in changed.items() if key not in changes}
+        preset = replace(preset, sizes=sizes, models=models, families=families, args=(*preset.args, *given))
+        check_configs(preset)
+        return preset
+
+    def check_models(self, models):
+        """Raises ConfigError for a config file, settings that the sweep sets, and two families with the same seeds."""
+        for model in models:
+            self.check_set(label_settings(model))
+            if model.endswith(".py"):
+                raise ConfigError(f"{model}: name a family here, and config/FAMILY_SIZE.py by --sizes=SIZE")
+        with_other_seeds = [stem(model) for model in models if seed_offset(model)]
+        for family in with_other_seeds:
+            if with_other_seeds.count(family) > 1:
+                raise ConfigError(f"{family}@WORD twice: both would have the same seeds")
+
+    def chosen_sizes(self, preset, models):
+        """{label: Size} of --sizes, with the preset's runs. Raises ConfigError."""
+        first = next(iter(preset.sizes.values()))
+        sizes = {}
+        for text in self.args.sizes or [",".join(preset.sizes)]:
             known = sizes | preset.sizes
             for label in text.split(","):
                 file = config_file(models[0], label)
@@ -714,18 +732,11 @@ class Sweep(Experiment):
                 elif label not in known and ":" not in text:
                     raise ConfigError(f"--sizes={label}: there are {', '.join(known)}, and no {file}")
             for label, argv in sizes_of(text, known, self.check_set).items():
-                size = replace(first, argv=argv) if argv else known[label]
-                if not sizes and not size.search:  # its rate would follow from a size that is not here
-                    size = replace(size, search=first.search, search_steps=first.search_steps)
-                for key in runner.settings(size.argv, ("micro_batch_size",)).keys() & runner.settings(given):
-                    raise ConfigError(f"--{key}: {label} sets it: choose other --sizes")
-                sizes[label] = replace(size, **changes)
-        families = {}  # the command line's settings are for all
-        for family, changed in preset.families.items():
-            families[family] = {key: value for key, value in changed.items() if key not in changes}
-        preset = replace(preset, sizes=sizes, models=models, families=families, args=(*preset.args, *given))
-        check_configs(preset)
-        return preset
+                sizes[label] = replace(first, argv=argv) if argv else known[label]
+        label, size = next(iter(sizes.items()))
+        if not size.search:  # its rate would follow from a size that is not here
+            sizes[label] = replace(size, search=first.search, search_steps=first.search_steps)
+        return sizes
 
 
 main = Sweep.main
