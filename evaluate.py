@@ -16,7 +16,7 @@ evaluation/harness.py explains how contexts and texts are read.
 """
 
 if __name__ == "__main__":
-    import common.start  # noqa: F401  before PyTorch
+    from common import start  # before PyTorch
 
 import json
 import os
@@ -124,5 +124,6 @@ def write(path, record):
 
 
 if __name__ == "__main__":
+    start.imported()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.exit(launch("evaluate.py", main))

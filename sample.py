@@ -8,7 +8,7 @@ The prompt may be far longer than the training context: it is read in chunks thr
 """
 
 if __name__ == "__main__":
-    import common.start  # noqa: F401  before PyTorch
+    from common import start  # before PyTorch
 
 import contextlib
 import dataclasses
@@ -216,5 +216,6 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    start.imported()
     with errors.main_error("sample.py", ValueError):
         main(sys.argv[1:])

@@ -17,7 +17,7 @@ does.
 """
 
 if __name__ == "__main__":
-    import common.start  # noqa: F401  before PyTorch
+    from common import start  # before PyTorch
 
 import dataclasses
 import math
@@ -342,4 +342,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    start.imported()
     sys.exit(launch("train.py", main))

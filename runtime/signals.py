@@ -32,7 +32,7 @@ class Signals:
     def __enter__(self):
         reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
-        self.answered = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
         self.before = {number: signal.signal(number, self.request)
                        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
         self.thread = threading.Thread(target=self.listen, args=(reader,), daemon=True)
@@ -73,7 +73,7 @@ class Signals:
         if error is None:
             for number, handler in self.before.items():
                 signal.signal(number, handler)
-            signal.set_wakeup_fd(self.answered)
+            signal.set_wakeup_fd(-1)
             os.close(self.writer)  # ends the thread
             if self.requested:
                 self.thread.join()  # a run of fast steps ends before the thread has answered

@@ -704,13 +704,11 @@ def test_fine_tuning_that_is_stopped_continues_from_its_own_checkpoint(whole, ra
     assert_same_run(out, tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize("event, name", [("import", "torch.nn"), ("open", "meta.json")])
-def test_ctrl_c_before_training_is_answered(event, name, data, out, start):
-    """While PyTorch is imported, and while a call takes long."""
+def test_ctrl_c_while_pytorch_is_imported(data, out, start):
     gate = out.with_name("gate")
     held = ("import pathlib, runpy, sys, time\n"
             "def watch(event, args):\n"
-            f"    if event == {event!r} and str(args[0]).endswith({name!r}):\n"
+            "    if event == 'import' and args[0] == 'torch.nn':\n"
             f"        pathlib.Path({str(gate)!r}).touch()\n"
             "        time.sleep(1000)\n"
             "sys.addaudithook(watch)\n"
@@ -721,8 +719,7 @@ def test_ctrl_c_before_training_is_answered(event, name, data, out, start):
         assert process.alive(), process.said()
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    assert process.wait(600) == -signal.SIGINT
-    assert process.said() == "SIGINT: ended at once, nothing was being trained\n"
+    assert process.wait(600) == -signal.SIGINT and process.said() == "SIGINT: ended before it began\n"
 
 
 def test_without_the_packages_a_line_says_how_to_get_them(start):
