@@ -32,7 +32,7 @@ def found(device_name):
     do not count: they share the name but are other chips."""
     for name in GPUS:
         pattern = name.replace(" ", "[ _-]?")
-        match = re.search(rf"(?<!\dx){pattern}\b(?!.* Laptop)(.*)", device_name or "", re.IGNORECASE)
+        match = re.search(rf"(?<!\dx){pattern}(?![a-z\d])(?!.* Laptop)(.*)", device_name or "", re.IGNORECASE)
         if match:
             return name, match[1]
     return None, ""

@@ -439,7 +439,7 @@ def test_a_plan_for_gpus_that_are_named_and_not_here(capsys, monkeypatch):
     assert rows["longhorn", "120M"] == ["32", "23 of 80 GB", "26%, measured", f"{minutes:.0f} min"]
     assert rows["mamba", "350M at 4096"] == ["4", "32 of 80 GB", "25%, assumed", "2.2 h"]  # 2.26e9 FLOPs per token
     assert rest[0] == "the dataset openwebtext is not prepared here"
-    assert rest[1].startswith("8 runs, 38.4B tokens") and "on 8 x H100, 1 at a time: about 10.1 h in all" in rest[1]
+    assert rest[1].startswith("8 runs, 38.4B tokens") and "on 8 x H100, 1 at a time: about 10.0 h in all" in rest[1]
     assert rest[3].startswith("disk: 72 GB for checkpoints; 14 GB of tokens")
     assert len(commands) == 8 and all("--standalone --nproc_per_node=8 " in line for line in commands)
     rows, _, _ = plan_for(capsys, "--gpu=a100")
@@ -506,9 +506,9 @@ def row_of_plan(line, gigabytes=9999, nproc=6, records=(), **waiting):
 """))
 def test_a_plan_follows_the_settings_of_a_run(line, words):
     assert row_of_plan(line) == words
-    measured = row_of_plan(line, records={("gla", 60e9, 10**6): (3, 0.5, 2000e9), ("gla", 1, 2): (1, 0.9, 3)})
+    measured = row_of_plan(line, records={("gla", 60e9, 10**6): (3, 0.4, 2000e9), ("gla", 1, 2): (1, 0.6, 3)})
     if "bf" in line:
-        assert measured == "3: 2000 of 9999 GB, 50%, measured, 1508 s []"
+        assert measured == "3: 2000 of 9999 GB, 40%, measured, 1883 s []"
     else:  # half the time, but for the start
         assert measured == re.sub("25%(.*) (.*) s", lambda m: f"50%{m[1]} {int(m[2]) // 2 + 4} s", words) or (
             "compile" in line and measured == words)

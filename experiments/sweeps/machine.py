@@ -6,7 +6,7 @@
 
 --parallel, --recompute, --optimizer and --dtype change these as docs/scale.md says. share and memory come from
 results/h200 if a record has these settings, the family, size and context, and from its largest micro-batch. Else the
-share is the least on record for the family, or ASSUMED, and memory follows the formula above, measured for Longhorn. A
+share is the family's mean on record, or ASSUMED, and memory follows the formula above, measured for Longhorn. A
 micro-batch takes at least what Python does: per layer, the least on record for the family, else for any. Left out:
 communication between GPUs, and evaluations.
 """
@@ -14,6 +14,7 @@ communication between GPUs, and evaluations.
 import heapq
 import itertools
 import math
+import statistics
 from collections import Counter
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from experiments.sweeps import runner
 from runtime.records import read_json
 
 RECORDS = Path(__file__).resolve().parents[2] / "results" / "h200"
-ASSUMED = 0.25  # share of the peak if nothing was measured: a little less than Longhorn's
+ASSUMED = 0.25  # share of the peak for families without a record, and at most without compiling: Longhorn's mean
 MEASURED = {"optimizer": "adamw", "parallel": "ddp", "recompute": "none", "compile": True,
             "backend": ""}  # and in bfloat16
 START_SECONDS = 8.0  # of a run: imports, the check at the start, the evaluation
@@ -83,8 +84,9 @@ def place(cell, config, nproc, gpu, records, waiting):
     available = gpus.memory(gpu)
     at, source, share = cell.at, "assumed", ASSUMED
     family = stem(at["model"])
-    if config.compile and not config.backend:
-        share = min((share for (name, *_), (_, share, _) in records.items() if name == family), default=ASSUMED)
+    of_family = [share for (name, *_), (_, share, _) in records.items() if name == family]
+    if config.compile and not config.backend and of_family:
+        share = statistics.mean(of_family)
     L, T = config.n_layer, config.block_size
     in_step = config.batch_tokens // T
     if in_step % nproc:
@@ -168,10 +170,12 @@ def say_plan(cells, configs, gpu, count, nproc, one_by_one=False):
     if nproc > PER_NODE and "fsdp" in {config.parallel for config in configs}:
         print("--parallel=hsdp gathers inside a node only, and waits less for others: docs/scale.md")
     print("measured: on one H200 (results/h200), compiled, in bfloat16, with AdamW, ddp and no recompute; assumed: the "
-          f"least of the family's there, else {ASSUMED:.0%}, which small models do not reach, and loops over time or "
+          f"family's mean there, else {ASSUMED:.0%}, which small models do not reach, and loops over time or "
           "chunks in plain PyTorch not by far; both are shares of this GPU's peak (in float32 half of it), without "
           "communication and evaluations; memory that is assumed is what Longhorn takes, compiled: other families "
           "differ, so run each there with --max_iters=20")
+    if not all(config.compile for config in configs):
+        print("without --compile a run takes more time and memory; how much was not measured")
     bytes_per_token = 4 if configs[0].vocab_size > 2**16 else 2
     longest = max(cell.at["tokens"] for cell in cells) * bytes_per_token
     print(f"disk: {kept / 1e9:,.0f} GB for checkpoints; {longest / 1e9:,.0f} GB of tokens, so that the longest run "
