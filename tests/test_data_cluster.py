@@ -25,7 +25,7 @@ from data.tokens import prepare as any_tokens
 from data.writer import preparing
 
 pytest.importorskip("datatrove", reason="datatrove is not installed: pip install --group cluster")
-TEXTS = [*documents(180), "", "\x00 zero", "<|endoftext|>", *documents(30)]
+TEXTS = [*documents(180), "", "\ufffd no character", "<|endoftext|>", *documents(30)]
 UNITS = [TEXTS[i:i + 24] for i in range(0, len(TEXTS), 24)]  # of nine files
 HOLD = """
 import os, signal, sys
