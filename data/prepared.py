@@ -177,7 +177,7 @@ def _read_meta(folder):
         raise DataError(f"{folder} is a file; prepare a dataset from it first: python data/tokens/prepare.py "
                         f"--files {shlex.quote(str(folder))} --out data/{shlex.quote(folder.stem)}")
     if not folder.is_dir():
-        names = sorted(path.name for path in Path(__file__).parent.glob("[!_]*/"))
+        names = sorted(path.name for path in Path(__file__).parent.glob("[!_]*") if path.is_dir())
         raise DataError(f"there is no dataset folder {folder}: data/ has {', '.join(names)}; or check "
                         "the path")
     if not path.exists():

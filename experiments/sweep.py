@@ -677,7 +677,7 @@ class Sweep(Experiment):
         for c in cells:
             nproc = self.nproc if self.args.gpu else self.args.gpus
             print(machine.torchrun(nproc), shlex.join(c.command(self.folder)[1:]))
-        if self.args.gpus > nproc:
+        if self.args.gpus > nproc and len(cells) > 1:
             print("side by side, each run needs GPUs of its own by CUDA_VISIBLE_DEVICES: there, this command without "
                   "--dry-run, --gpu and --gpus gives them")
 

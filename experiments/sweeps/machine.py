@@ -7,8 +7,8 @@
 --parallel, --recompute, --optimizer and --dtype change these as docs/scale.md says. share and memory come from
 results/h200 if a record has these settings, the family, size and context, and from its largest micro-batch. Else the
 share is the family's mean on record, or ASSUMED, and memory follows the formula above, measured for Longhorn. A
-micro-batch takes at least what Python does: per layer, the least on record for the family, else for any. Left out:
-communication between GPUs, and evaluations.
+micro-batch takes at least what Python does: per layer, the least on record for the family, else that of the slowest.
+Left out: communication between GPUs, and evaluations.
 """
 
 import heapq
@@ -27,7 +27,7 @@ from experiments.sweeps import runner
 from runtime.records import read_json
 
 RECORDS = Path(__file__).resolve().parents[2] / "results" / "h200"
-ASSUMED = 0.25  # share of the peak for families without a record, and at most without compiling: Longhorn's mean
+ASSUMED = 0.25  # share of the peak for families without a record, and without compiling: Longhorn's mean
 MEASURED = {"optimizer": "adamw", "parallel": "ddp", "recompute": "none", "compile": True,
             "backend": ""}  # and in bfloat16
 START_SECONDS = 8.0  # of a run: imports, the check at the start, the evaluation
@@ -44,16 +44,17 @@ def torchrun(nproc):
 
 
 def measured():
-    """({(family, parameters, context): (sequences, share of the peak, bytes)} of the largest micro-batch on record,
-    {family: the least seconds per layer and micro-batch})."""
+    """({(family, parameters, context): (sequences, share of the peak, bytes)} of the largest micro-batch on record, and
+    of its newest record; {family: the least seconds per layer and micro-batch})."""
     found = {}
     waiting = {}
-    for record in map(read_json, RECORDS.glob("training*.json")):
+    for record in sorted(map(read_json, RECORDS.glob("training*.json")), key=lambda record: record["date"]):
         shape = record["shape"]
         for row in record["rows"]:
             family = row["family"]
             at = family, row["parameters"], shape["block_size"]
-            found[at] = max(found.get(at, (0,)), (shape["batch_size"], row["mfu"], row["peak_bytes"]))
+            if at not in found or shape["batch_size"] >= found[at][0]:
+                found[at] = shape["batch_size"], row["mfu"], row["peak_bytes"]
             of_layer = row["seconds"]["median_seconds"] / shape["n_layer"]
             waiting[family] = min(waiting.get(family, math.inf), of_layer)
     return found, waiting
@@ -161,14 +162,13 @@ def say_plan(cells, configs, gpu, count, nproc, one_by_one=False):
     print(table([COLUMNS, *([*row, str(runs)] for row, runs in rows.items())]))
     flops, tokens = (sum(cell.at[key] for cell in cells) for key in ("flops", "tokens"))
     at_once = max(1, count // nproc)
+    order = ", one family after the other" if one_by_one else ""
     print(f"{len(cells)} runs, {human(tokens)} tokens, {flops:.2g} FLOPs on {count} x {name}, {at_once} at a time: "
-          f"about {runner.hours(seconds_of(cells, at_once, one_by_one))} in all"
-          f"{', one family after the other' * one_by_one}; the start of each, {START_SECONDS:.0f} s, is assumed")
+          f"about {runner.hours(seconds_of(cells, at_once, one_by_one))} in all{order}; "
+          f"the start of each, {START_SECONDS:.0f} s, is assumed")
     if any("Python" in row[6] for row in rows):
         print("waits for Python: each layer and micro-batch takes what it took at the least on an H200, "
-              f"{1000 * max(waiting.values()):.1f} ms for most families: larger micro-batches or fewer GPUs cost less")
-    if nproc > PER_NODE and "fsdp" in {config.parallel for config in configs}:
-        print("--parallel=hsdp gathers inside a node only, and waits less for others: docs/scale.md")
+              f"{1000 * max(waiting.values()):.1f} ms without a record: larger micro-batches or fewer GPUs cost less")
     print("measured: on one H200 (results/h200), compiled, in bfloat16, with AdamW, ddp and no recompute; assumed: the "
           f"family's mean there, else {ASSUMED:.0%}, which small models do not reach, and loops over time or "
           "chunks in plain PyTorch not by far; both are shares of this GPU's peak (in float32 half of it), without "
