@@ -9,13 +9,12 @@ run on the model's device, with one draw per micro-batch. The images of step s a
 """
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from common.errors import ConfigError, regular
+from data.epochs import EpochData
 from data.prepared import DataError
 from runtime.signals import Signals
 
@@ -41,8 +41,9 @@ class Split:
     """Labelled images 0 .. n - 1."""
 
     labels: np.ndarray  # (n,) int64
-    open: Callable  # i -> PIL image
-    name: Callable  # i -> its name in error messages
+    keys: Sequence  # what `open` takes
+    open: Callable  # key -> PIL image
+    name: str = ""  # error messages call an image by this and its key
 
 
 def load(name):
@@ -51,13 +52,12 @@ def load(name):
     sha256: of names, sizes and labels; contents: only of a folder's images (see `contents`).
     Raises DataError if `name` is not an image dataset.
     """
-    identity = {}
     if name == "digits":
-        train, val, classes, about = digits()
+        train, val, classes, about, identity = digits()
     elif name.startswith("hf:"):
-        train, val, classes, about = hub(name)
+        train, val, classes, about, identity = hub(name)
     else:
-        train, val, classes, about, identity["contents"] = folder(name)
+        train, val, classes, about, identity = folder(name)
     check_classes(name, classes, {"validation": val, "training": train})
     about += repr(classes).encode() + train.labels.tobytes() + val.labels.tobytes()
     return train, val, classes, {"sha256": hashlib.sha256(about).hexdigest(), **identity}
@@ -80,31 +80,20 @@ def digits():
         raise DataError("dataset=digits comes with scikit-learn: pip install scikit-learn") from None
     data = load_digits()
     images = np.rint(data.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8)
-
-    def split(rows):
-        rows = sorted(rows)
-        return Split(data.target[rows].astype(np.int64), lambda i: Image.fromarray(images[rows[i]]),
-                     lambda i: f"digit {rows[i]}")
-
-    train, val = train_test_split(np.arange(len(images)), test_size=0.25, stratify=data.target, random_state=0)
-    return split(train), split(val), [str(n) for n in data.target_names], images.tobytes()
+    parts = train_test_split(np.arange(len(images)), test_size=0.25, stratify=data.target, random_state=0)
+    splits = [Split(data.target[rows].astype(np.int64), rows, lambda row: Image.fromarray(images[row]), "digit ")
+              for rows in map(sorted, parts)]
+    return *splits, [str(n) for n in data.target_names], images.tobytes(), {}
 
 
 def folder(name):
-    parts = [images_in(Path(name) / part) for part in ("train", "val")]
-    paths = list(itertools.chain(*parts))
+    train, val = (images_in(Path(name) / part) for part in ("train", "val"))
+    paths = train + val
     classes, labels = np.unique([path.parent.name for path in paths], return_inverse=True)
-    about = []
-    for path in paths:
-        about.append(f"{path.relative_to(name)} {path.stat().st_size}\n")
-
-    def split(own, labels):
-        return Split(labels, lambda i: Image.open(regular(own[i])), own.__getitem__)
-
-    first = len(parts[0])
-    train = split(parts[0], labels[:first])
-    val = split(parts[1], labels[first:])
-    return train, val, classes.tolist(), "".join(about).encode(), contents(paths)
+    about = "".join(f"{path.relative_to(name)} {path.stat().st_size}\n" for path in paths)
+    splits = [Split(of_part, part, lambda path: Image.open(regular(path)))
+              for of_part, part in zip(np.split(labels, [len(train)]), (train, val), strict=True)]
+    return *splits, classes.tolist(), about.encode(), {"contents": contents(paths)}
 
 
 def images_in(root):
@@ -154,9 +143,9 @@ def hub(name):
                         f"{', '.join(train.features)}")
 
     def split(part):
-        return Split(np.array(part[label], np.int64), lambda i: part[int(i)][image], lambda i: f"{name} {i}")
+        return Split(np.array(part[label], np.int64), range(len(part)), lambda i: part[i][image], f"{name} ")
 
-    return split(train), split(val), train.features[label].names, name.encode()
+    return split(train), split(val), train.features[label].names, name.encode(), {}
 
 
 # ------------------------------------------------------------------------------------------------------- one image
@@ -166,10 +155,11 @@ def read(split, i, config, draw=None):
     mirrored; otherwise the centre crop, `eval_crop` of the shorter side. Raises DataError for unreadable images."""
     size, mirrored = config.image_size, False
     try:
-        image = split.open(i).convert({1: "L", 3: "RGB"}[config.channels])
+        image = split.open(split.keys[i]).convert({1: "L", 3: "RGB"}[config.channels])
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         why = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{split.name(i)} cannot be read as an image ({why}): replace or remove it") from None
+        raise DataError(f"{split.name}{split.keys[i]} cannot be read as an image ({why}): replace or remove "
+                        "it") from None
     if draw is None:
         box = middle(*image.size, config.eval_crop)
     else:
@@ -203,71 +193,55 @@ def random_box(width, height, least, random):
 
 # -------------------------------------------------------------------------------------------------------- a run's data
 
-@functools.lru_cache(maxsize=2)
-def epoch_order(seed, epoch, n, repeats):
-    """The n rows of an epoch. repeats > 1: each comes `repeats` times in a row (repeated augmentation, Hoffer et al.
-    2020). A batch then has several crops of an image, and an epoch only n / repeats images."""
-    return np.repeat(np.random.default_rng([seed, 3, epoch]).permutation(n), repeats)[:n]
-
-
-class ImageData:
+class ImageData(EpochData):
     """A run's images, for train.py's loop. config: a VisionConfig (experiments/vision/classify.py). Raises DataError,
     ConfigError."""
 
     def __init__(self, config, device):
-        self.config, self.device = config, device
         self.train, self.val, self.classes, self.identity = load(config.dataset)
-        self.steps_per_epoch = len(self.train.labels) // config.batch_images  # the remainder is dropped
-        if not self.steps_per_epoch:
-            raise ConfigError(f"batch_images {config.batch_images} is more than the {len(self.train.labels)} training "
-                              f"images of {config.dataset}: choose a smaller one")
-        self.meta = {"dataset": config.dataset, **self.identity, "classes": self.classes,
-                     "train_images": len(self.train.labels), "val_images": len(self.val.labels)}
-        self.augment, self.asked = Augment(config, len(self.classes)), {}
+        n = len(self.train.labels)
+        steps_per_epoch = n // config.batch_images  # the remainder is dropped
+        if not steps_per_epoch:
+            raise ConfigError(f"batch_images {config.batch_images} is more than the {n} training images of "
+                              f"{config.dataset}: choose a smaller one")
+        super().__init__(config, device, n, config.batch_images, steps_per_epoch, config.repeats)
+        self.meta = {"dataset": config.dataset, **self.identity, "classes": self.classes, "train_images": n,
+                     "val_images": len(self.val.labels)}
+        self.augment = Augment(config, len(self.classes))
         self.pool = ThreadPoolExecutor(config.workers)
-
-    def derived(self, config, world_size):
-        return {"steps_per_epoch": self.steps_per_epoch, "epochs": config.max_iters / self.steps_per_epoch}
-
-    def check_unchanged(self):
-        """Does nothing: images on disk are not watched, and a missing one is an error when it is read."""
+        self.asked = {}  # {place: the future of its image}
 
     def micro_batches(self, step, rank, world_size, micro_batch_size):
-        """Yields one process's (images, labels, weight) of a step; the weights add up to its share times world_size.
+        """Those of EpochData, while the images of the next step are being read."""
+        coming = []
+        for s in (step, min(step + 1, self.config.max_iters - 1)):
+            coming += self.places(s)[rank::world_size]
+        self.asked = {place: self.asked.get(place) or self.ask(place) for place in coming}
+        yield from super().micro_batches(step, rank, world_size, micro_batch_size)
 
-        Also seeds PyTorch, for augmentation and drop path, so that a resumed run draws the same.
-        """
-        torch.manual_seed(int(np.random.SeedSequence([self.config.seed, 4, step, rank]).generate_state(1)[0]))
-        batch, last = self.config.batch_images, self.config.max_iters - 1
-        if batch < world_size:
-            raise ConfigError(f"batch_images {batch} is less than one per process ({world_size} processes)")
-        self.asked = {s: self.asked.get(s) or self.ask(s, rank, world_size) for s in (step, min(step + 1, last))}
-        asked = self.asked[step]
-        for i in range(0, len(asked), micro_batch_size):
-            part = asked[i:i + micro_batch_size]
-            y = torch.tensor([label for label, _ in part], device=self.device)
-            yield *self.augment(self.pixels([f for _, f in part]), y), len(part) * world_size / batch
+    def ask(self, place):
+        """Start reading a training image; returns its future."""
+        epoch, at, row = place
+        return self.pool.submit(read, self.train, row, self.config, [self.config.seed, 5, epoch, at])
 
-    def ask(self, step, rank, world_size):
-        """Start reading this process's images of a step: [(label, future of the image)]."""
-        config, (epoch, at) = self.config, divmod(step, self.steps_per_epoch)
-        order = epoch_order(config.seed, epoch, len(self.train.labels), config.repeats)
-        places = range(at * config.batch_images + rank, (at + 1) * config.batch_images, world_size)
-        return [(self.train.labels[order[p]], self.pool.submit(read, self.train, order[p], config,
-                                                               [config.seed, 5, epoch, p])) for p in places]
+    def batch(self, places):
+        futures = [self.asked.get(place) or self.ask(place) for place in places]
+        labels = self.train.labels[[row for *_, row in places]]
+        return self.augment(self.pixels(futures), torch.from_numpy(labels).to(self.device))
 
     def eval_batches(self, rows, size):
         """Yields (rows, normalised images, labels) of the validation split, reading one batch ahead."""
-        parts = [rows[i:i + size] for i in range(0, len(rows), size)]
-        ask = lambda part: [self.pool.submit(read, self.val, i, self.config) for i in part]
-        coming = ask(parts[0]) if parts else []
-        for part, following in zip(parts, [*parts[1:], ()], strict=True):
-            now, coming = coming, ask(following)
-            yield part, normalise(self.pixels(now)), torch.from_numpy(self.val.labels[part]).to(self.device)
+        asked = {}
+        for i in range(0, len(rows), size):
+            for row in rows[i:i + 2 * size]:
+                asked[row] = asked.get(row) or self.pool.submit(read, self.val, row, self.config)
+            part = rows[i:i + size]
+            labels = torch.from_numpy(self.val.labels[part]).to(self.device)
+            yield part, normalise(self.pixels(map(asked.pop, part))), labels
 
-    def pixels(self, asked):
-        """float32 (n, channels, size, size) in 0 .. 1, from futures of images."""
-        return torch.from_numpy(np.stack([wait_for(f) for f in asked])).to(self.device).float() / 255
+    def pixels(self, futures):
+        """float32 (n, channels, size, size) in 0 .. 1."""
+        return torch.from_numpy(np.stack([wait_for(f) for f in futures])).to(self.device).float() / 255
 
 
 def wait_for(future):
@@ -315,9 +289,7 @@ class Augment:
         x = normalise(x)
         if config.erasing:
             x = self.erase(x)
-        if not (config.mixup or config.cutmix):
-            return x, y
-        draw = torch.rand(()).item()
+        draw = torch.rand(()).item() if config.mixup or config.cutmix else 1.0
         if draw >= config.mixup + config.cutmix:
             return x, y
         mix = self.mixup if draw < config.mixup else self.cutmix

@@ -38,6 +38,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import configurator
 from data import images
+from data.epochs import epoch_order
 from experiments import figures, records
 from experiments.vision import report
 from experiments.vision import sweep as sweep_of_images
@@ -217,16 +218,17 @@ def test_a_folder_of_images(shelf):
     c = small(dataset=shelf, channels=3, batch_images=4, repeats=2, mirror=True, min_crop=0.3)
     data = images.ImageData(c, torch.device("cpu"))
     assert data.classes == ["dark", "light"] and data.val.labels.tolist() == [0, 0, 1, 1] and data.steps_per_epoch == 3
-    order = images.epoch_order(1337, 0, 12, 2)
+    order = epoch_order(1337, 0, 12, 2)
     assert (order[::2] == order[1::2]).all() and len(set(order.tolist())) == 6
     batches = [[b for rank in range(2) for b in data.micro_batches(step, rank, 2, 1)] for step in (0, 1, 2, 0)]
     for step, batch in enumerate(batches[:3]):
-        rows = [order[4 * step + i] for i in (0, 2, 1, 3)]  # rank 0's, rank 1's
-        shades = torch.stack([x[0].mean((1, 2)) for x, _, _ in batch])  # (4, 3)
-        shades = 255 * (shades * torch.tensor([0.229, 0.224, 0.225]) + torch.tensor([0.485, 0.456, 0.406]))
-        shades[:, 0] -= torch.tensor([r % 6 for r in rows])
-        assert (shades - torch.tensor([[(40, 200)[r // 6]] for r in rows])).abs().max() < 1e-2
-        assert [(y.item(), weight) for _, y, weight in batch] == [(r // 6, 0.5) for r in rows]
+        rows = order[4 * step:4 * step + 4][[0, 2, 1, 3]]  # rank 0's, rank 1's
+        for row, (x, y, weight) in zip(rows, batch, strict=True):
+            mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])
+            shades = 255 * (x[0].mean((1, 2)) * std + mean)
+            shade = (40, 200)[row // 6]
+            assert shades.tolist() == pytest.approx([shade + row % 6, shade, shade], abs=1e-2)
+            assert (y.item(), weight) == (row // 6, 0.5)
     assert all(torch.equal(a[0], b[0]) for a, b in zip(batches[3], batches[0], strict=True))
     (rows, x, y), (last, _, _) = data.eval_batches(np.arange(1, 4), 2)
     assert [*rows, *last] == [1, 2, 3] and y.tolist() == [0, 1] and x.shape == (2, 3, 8, 8)
@@ -267,29 +269,31 @@ def wait_for_ever(before):
 
 def test_crops_look_where_they_say():
     ramp = Image.fromarray(np.arange(64, dtype=np.uint8).reshape(1, 64).repeat(32, 0))  # 64 wide, 32 high
-    split = images.Split(np.zeros(1, np.int64), lambda i: ramp, str)
+    split = images.Split(np.zeros(1, np.int64), [ramp], lambda image: image)
     middle = images.read(split, 0, small(eval_crop=0.5))[0, 0].astype(float)
     assert abs(middle.mean() - 31.5) < 1 and abs(middle[-1] - middle[0] - 14) <= 1  # 16 of 64 columns
     c = small(min_crop=0.1, mirror=True)
     ends = np.array([images.read(split, 0, c, [seed])[0, 0, [0, -1]] for seed in range(200)]).astype(int)
     assert 60 < (ends[:, 0] > ends[:, 1]).sum() < 140 and ends.min() < 4 and ends.max() > 60
-    assert abs(ends[:, 1] - ends[:, 0]).min() < 22 and abs(ends[:, 1] - ends[:, 0]).max() > 30  # columns, of areas
     boxes = np.array([images.random_box(64, 64, 0.1, np.random.default_rng(seed)) for seed in range(200)])
-    shapes = (boxes[:, 2] - boxes[:, 0]) / (boxes[:, 3] - boxes[:, 1])
-    assert 0.74 < shapes.min() < 0.8 and 1.25 < shapes.max() < 1.34
+    width, height = (boxes[:, 2:] - boxes[:, :2]).T
+    areas, shapes = width * height / 64**2, width / height
+    assert 0.1 <= areas.min() < 0.12 and areas.max() > 0.9 and boxes.min() >= 0 and boxes.max() <= 64
+    assert 0.75 <= shapes.min() < 0.8 and 1.25 < shapes.max() < 1.34
 
 
 def test_crops_are_other_ones_in_each_epoch_and_none_in_validation():
     def raw(split, rows):
-        return torch.from_numpy(np.stack([split.open(i) for i in rows])[:, None] / np.float32(127.5)) - 1
+        pixels = np.stack([split.open(split.keys[i]) for i in rows])[:, None]
+        return torch.from_numpy(pixels / np.float32(127.5)) - 1
 
     c = small(batch_images=150, min_crop=0.3, mirror=True, max_iters=2, eval_crop=1.0)
     data, seen = images.ImageData(c, torch.device("cpu")), []
     assert data.identity["sha256"].startswith("a1278e238f61")  # which are held out is that of results/
-    data.train.labels, data.steps_per_epoch = data.train.labels[:150], 1
+    data.n, data.steps_per_epoch = 150, 1
     for epoch in (0, 1):
         ((x, _, _),) = data.micro_batches(epoch, 0, 1, 150)
-        seen.append(x[images.epoch_order(1337, epoch, 150, 1).argsort()])  # in the order of the files
+        seen.append(x[epoch_order(1337, epoch, 150).argsort()])  # in the order of the files
     for other in (seen[1], raw(data.train, range(150))):
         assert torch.isclose(seen[0], other, atol=1e-5).flatten(1).all(1).float().mean() < 0.1
     for rows, x, _ in data.eval_batches(np.arange(1, 450, 60), 3):
@@ -301,7 +305,7 @@ def test_datasets_gives_what_the_folder_gives(shelf, monkeypatch, tmp_path):
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     shutil.copytree(shelf / "train", shelf / "test")  # is not read where there is val
-    of = lambda data: [data[2], *((s.labels.tolist(), np.asarray(s.open(3)).tolist()) for s in data[:2])]
+    of = lambda data: [data[2], *((s.labels.tolist(), np.asarray(s.open(s.keys[3])).tolist()) for s in data[:2])]
     assert of(images.load(str(shelf))) == of(images.load(f"hf:{shelf}"))
     with pytest.raises(images.DataError, match="^hf:[^\n]*$"):
         images.load(f"hf:{shelf}/none")
@@ -411,15 +415,15 @@ def test_records_go_to_a_folder_named_after_the_model_and_its_directions(tmp_pat
 def test_stopped_and_resumed_bit_for_bit(whole, tmp_path, monkeypatch):
     out, parts = whole[0], tmp_path / "whole"
     argv = arguments(parts, ema=0.9, drop_path=0.3, checkpoint_interval=2, self_check="off")
-    ask = images.ImageData.ask
+    batches = images.ImageData.micro_batches
 
     def stop(data, step, *given):
-        if step == 5:
+        if step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
-        return ask(data, step, *given)
+        return batches(data, step, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(images.ImageData, "ask", stop)
+        patch.setattr(images.ImageData, "micro_batches", stop)
         run(argv)
     assert not (parts / "result.json").exists() and max(events(parts)) == 4
     succeed([*argv, "--resume=auto"])

@@ -12,7 +12,6 @@ to stop, and in Figure 4 which learning rate counts. The examples behind `by_pai
 """
 
 import contextlib
-import functools
 import math
 import sys
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ import configurator  # noqa: E402
 import train  # noqa: E402
 from common.errors import ConfigError, is_out_of_memory  # noqa: E402
 from configurator import Count, NotNegative, Positive, Range, Seed, Whole  # noqa: E402
+from data.epochs import EpochData  # noqa: E402
 from experiments.recall.models import Recall  # noqa: E402
 from experiments.recall.task import PAIRS, Task, generate, overlap  # noqa: E402
 from inspection.counting import state_size  # noqa: E402
@@ -117,11 +117,11 @@ def rate_factor(step, config):
 
 # ---------------------------------------------------------------------------------------------------------------- data
 
-class RecallData:
+class RecallData(EpochData):
     """A run's examples, for train.py's loop. Raises ConfigError if a test example is also a training example."""
 
     def __init__(self, config, device):
-        self.config, self.device = config, device
+        super().__init__(config, device, config.train_examples, config.batch_examples, config.steps_per_epoch)
         self.train = generate(config.task(), config.train_examples, config.seed)
         self.test = generate(config.task(), config.test_examples, config.seed, "test")
         if shared := overlap(self.train, self.test):
@@ -130,36 +130,8 @@ class RecallData:
         self.identity = {"train": self.train.sha256(), "test": self.test.sha256()}
         self.meta = {"dataset": "recall", "sha256": self.identity}
 
-    def derived(self, config, world_size):
-        return {"steps_per_epoch": config.steps_per_epoch, "epochs": config.max_iters / config.steps_per_epoch}
-
-    def check_unchanged(self):
-        """Does nothing: the examples are in memory."""
-
-    def micro_batches(self, step, rank, world_size, micro_batch_size):
-        """Yields one process's (idx, targets, weight) of a step, a function of (seed, step) alone: see data/loader.py.
-
-        The last step of an epoch has the remaining examples, so shares can be unequal: a process's weights add up to
-        its share of the step times world_size. Also seeds PyTorch, for dropout, so that a resumed run draws the same on
-        every process.
-        """
-        config = self.config
-        torch.manual_seed(int(np.random.SeedSequence([config.seed, 4, step, rank]).generate_state(1)[0]))
-        epoch, at = divmod(step, config.steps_per_epoch)
-        order = epoch_order(config.seed, epoch, config.train_examples)
-        rows = order[at * config.batch_examples:(at + 1) * config.batch_examples]
-        rank_rows = rows[rank::world_size]
-        if not len(rank_rows):  # fewer examples left than processes, but each must take part in the gradient's mean
-            yield *self.train.batch(rows[:1], self.device), 0.0
-        for i in range(0, len(rank_rows), micro_batch_size):
-            part = rank_rows[i:i + micro_batch_size]
-            yield *self.train.batch(part, self.device), len(part) * world_size / len(rows)
-
-
-@functools.lru_cache(maxsize=1)
-def epoch_order(seed, epoch, n):
-    """The order of the n training examples in an epoch."""
-    return np.random.default_rng([seed, 3, epoch]).permutation(n)
+    def batch(self, places):
+        return self.train.batch([row for *_, row in places], self.device)
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
@@ -185,12 +157,11 @@ class Evaluate:
         model.eval()
         right, total = [], 0.0
         for i in range(0, len(examples), self.config.micro_batch_size):
-            rows = np.arange(i, min(i + self.config.micro_batch_size, len(examples)))
-            idx, targets = examples.batch(rows, self.device)
+            idx, targets = examples.batch(slice(i, i + self.config.micro_batch_size), self.device)
             with distributed.autocast(self.config, self.device):
                 logits, loss = model(idx, targets)  # (queries, vocab_size)
-            right.append((logits.argmax(-1) == targets[targets >= 0]).view(len(rows), -1).double().cpu())
-            total += loss.item() * len(rows)
+            right.append((logits.argmax(-1) == targets[targets >= 0]).view(len(idx), -1).double().cpu())
+            total += loss.item() * len(idx)
         model.train()
         return torch.cat(right).numpy(), total / len(examples)
 
