@@ -39,7 +39,7 @@ from experiments.attention import Attention  # noqa: E402
 from initialisation import constant, dense, draw, linear, normal, parameter, to_residual  # noqa: E402
 from inspection import counting  # noqa: E402
 from kernels.ops import rms_norm  # noqa: E402
-from model import LM, Branch, Layer, Longhorn, Mamba, RMSNorm, check_sizes  # noqa: E402
+from model import LM, Branch, Longhorn, Mamba, RMSNorm, check_sizes  # noqa: E402
 from runtime import checkpoint, distributed  # noqa: E402
 
 
@@ -197,17 +197,11 @@ class Vision(LM):
         self.embed = linear(pixels, d, start=dense(pixels), bias=constant(0.0))
         self.token = parameter(d, start=normal(0.02))
         self.patch_positions = parameter(config.block_size, d, start=normal(0.02))
-        self.positions = None  # LM's
-        blocks = [Layer(config, FAMILIES[config.model], i, norm, ImageBranch) for i in range(config.n_layer)]
-        self.layers = nn.ModuleList(branch for block in blocks for branch in block.branches)  # checkpoints' names
+        self.layers = nn.ModuleList(ImageBranch(norm(config), mixer(config, layer))
+                                    for layer in range(config.n_layer) for mixer in FAMILIES[config.model])
         for i, branch in enumerate(self.layers):  # the last with probability drop_path, the first never
             branch.skip = config.drop_path * i / max(1, len(self.layers) - 1)
-        self.blocks = nn.ModuleList(blocks)
-        for block in blocks:
-            branches = list(block.branches)
-            del block.branches  # they are submodules of `layers` instead
-            block.branches = branches
-        self.embed_norm, self.norm = nn.Identity(), norm(config)
+        self.norm = norm(config)
         self.head = linear(d, config.vocab_size, start=normal(0.02), bias=constant(0.0))
         draw(self, seed)
 
@@ -227,8 +221,8 @@ class Vision(LM):
         middle = h.shape[1] // 2
         h = torch.cat([h[:, :middle], self.token.to(h.dtype).expand(len(h), 1, -1), h[:, middle:]], 1)
         h = h + self.patch_positions  # (B, T, n_embd), float32, even if the branches are not
-        for block in self.blocks:
-            h, *_ = block(h)
+        for branch in self.layers:
+            h = h + branch(h)[0]
         logits, loss = self.head(self.norm(h[:, middle])), None  # (B, classes)
         if labels is not None:
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
