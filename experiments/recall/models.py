@@ -34,55 +34,70 @@ from model import FAMILIES, LM, Layer, norm_of
 
 # ---------------------------------------------------------------------------------------------------- long convolutions
 
-def long_conv(u, taps):
-    """y_t = sum_lag taps[lag] u_{t - lag}, by FFT: u (B, T, d), taps (at least T, d) -> (B, T, d) in u's dtype.
+class LongConv(nn.Module):
+    """y_t = sum_lag taps[lag] u_{t - lag}, by FFT: u (B, T, d) -> (B, T, d) in u's dtype. The taps, (T, d), are a small
+    network of the lag; without autocast, in the weights' dtype.
+
+        taps = W_out relu(W_1 f + b_1) + b_out, 16 wide
+        f = [lag / (T - 1), cos(v lag), -sin(v lag)],  v = 2 pi / T * 1e-4 as published, so the last two are nearly 1, 0
 
     Raises ValueError for more tokens than taps.
     """
-    T = u.shape[1]
-    if T > len(taps):
-        raise ValueError(f"a sequence of {T} tokens, but the long convolution has {len(taps)} taps: "
-                         "give a larger block_size")
-    fft = lambda a: torch.fft.rfft(a.transpose(-1, -2), 2 * T)  # padded to twice the length: nothing wraps around
-    y = torch.fft.irfft(fft(u.to(taps.dtype)) * fft(taps[:T]), 2 * T)[..., :T]  # (B, d, T)
-    return y.transpose(1, 2).to(u.dtype)
 
+    widths = (3, 16)
 
-class Filter(nn.Module):
-    """The taps of a long convolution, (T, d), as a small network of the lag; without autocast, in the weights' dtype.
-
-        BaseConv    taps = W_out relu(W_1 f + b_1) + b_out, 16 wide
-        Hyena       a = sin(w * (W_i a + b_i)) for i = 1, 2, 3 from a = f, 64 wide, w learned;
-                    taps = W_out a * exp(-|delta| lag / (T - 1)),  delta from ln(0.01) / 1.5 to ln(0.01) / 0.3 over d
-
-    f = [lag / (T - 1), cos(v lag), -sin(v lag)], v = 2 pi / T * 1e-4 as published, so the last two are nearly 1 and 0.
-    """
-
-    def __init__(self, T, d, sine):
+    def __init__(self, T, d):
         super().__init__()
         lag = torch.arange(T)[:, None]
         t, angle = lag / max(1, T - 1), lag * (2e-4 * math.pi / T)
-        widths = [3, 64, 64, 64] if sine else [3, 16]
-        self.hidden = nn.ModuleList(linear(n, m, start=normal(0.02), bias=constant(0.0))
-                                    for n, m in itertools.pairwise(widths))
-        self.out = linear(widths[-1], d, start=normal(0.02), bias=None if sine else constant(0.0))
-        self.frequency = parameter(widths[-1], start=constant(1.0)) if sine else None
-        delta = torch.linspace(math.log(0.01) / 1.5, math.log(0.01) / 0.3, d, device=lag.device)
         self.register_buffer("features", torch.cat([t, angle.cos(), -angle.sin()], 1), persistent=False)  # (T, 3)
-        self.register_buffer("decay", (-t * delta.abs()).exp() if sine else None, persistent=False)  # (T, d)
+        self.hidden = nn.ModuleList(linear(n, m, start=normal(0.02), bias=constant(0.0))
+                                    for n, m in itertools.pairwise(self.widths))
+        self.out = linear(self.widths[-1], d, start=normal(0.02), bias=constant(0.0))
 
-    def forward(self):
-        with torch.autocast(self.features.device.type, enabled=False):
-            a = self.features
-            for hidden in self.hidden:
-                a = F.relu(hidden(a)) if self.frequency is None else torch.sin(self.frequency * hidden(a))
-            return self.out(a) if self.decay is None else self.out(a) * self.decay
+    def taps(self):
+        a = self.features
+        for hidden in self.hidden:
+            a = F.relu(hidden(a))
+        return self.out(a)
+
+    def forward(self, u):
+        T = u.shape[1]
+        if T > len(self.features):
+            raise ValueError(f"a sequence of {T} tokens, but the long convolution has {len(self.features)} taps: "
+                             "give a larger block_size")
+        with torch.autocast(u.device.type, enabled=False):
+            taps = self.taps()[:T]
+        fft = lambda a: torch.fft.rfft(a.transpose(-1, -2), 2 * T)  # padded to twice the length: nothing wraps around
+        y = torch.fft.irfft(fft(u.to(taps.dtype)) * fft(taps), 2 * T)[..., :T]  # (B, d, T)
+        return y.transpose(1, 2).to(u.dtype)
 
     def flops(self, T):
         """Per token: two transforms of length 2 T and a product per channel, minus the network, which
         inspection/counting.py counts per token although it runs once per batch."""
         network = sum(2 * m.weight.numel() for m in [*self.hidden, self.out])
         return self.out.out_features * (2 * 10 * math.log2(2 * T) + 6) - network
+
+
+class DecayingConv(LongConv):
+    """Hyena's: taps = W_out a * exp(-|delta| lag / (T - 1)),  delta from ln(0.01) / 1.5 to ln(0.01) / 0.3 over d,
+    a = sin(w * (W_i a + b_i)) for i = 1, 2, 3 from a = f, 64 wide, w learned.
+    """
+
+    widths = (3, 64, 64, 64)
+
+    def __init__(self, T, d):
+        super().__init__(T, d)
+        self.out = linear(self.widths[-1], d, start=normal(0.02))  # without a bias
+        self.frequency = parameter(self.widths[-1], start=constant(1.0))
+        delta = torch.linspace(math.log(0.01) / 1.5, math.log(0.01) / 0.3, d)
+        self.register_buffer("decay", (-self.features[:, :1] * delta.abs()).exp(), persistent=False)  # (T, d)
+
+    def taps(self):
+        a = self.features
+        for hidden in self.hidden:
+            a = torch.sin(self.frequency * hidden(a))
+        return self.out(a) * self.decay
 
 
 class BaseConv(nn.Module):
@@ -116,10 +131,10 @@ class LongBaseConv(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.proj = linear(config.n_embd, config.n_embd, start=normal(0.02), bias=constant(0.0))
-        self.filter = Filter(config.block_size, config.n_embd, sine=False)
+        self.filter = LongConv(config.block_size, config.n_embd)
 
     def forward(self, x):
-        return torch.addcmul(x, long_conv(x, self.filter()) + x, self.proj(x))  # (B, T, d)
+        return torch.addcmul(x, self.filter(x) + x, self.proj(x))  # (B, T, d)
 
     def flops(self, T):
         return self.filter.flops(T) + 3 * self.proj.in_features
@@ -143,7 +158,7 @@ class Hyena(nn.Module):
         self.in_proj = linear(d, 3 * d, start=normal(0.02), bias=constant(0.0), parts=[d, d, d])
         self.conv_weight = parameter(3 * d, self.W, start=dense(self.W))
         self.conv_bias = parameter(3 * d, start=dense(self.W))
-        self.filter = Filter(config.block_size, d, sine=True)
+        self.filter = DecayingConv(config.block_size, d)
         self.D = parameter(d, start=normal(1.0))
         self.out_proj = linear(d, d, start=to_residual(config), bias=constant(0.0))
 
@@ -151,7 +166,7 @@ class Hyena(nn.Module):
         c = causal_conv1d(self.in_proj(x), self.conv_weight, self.conv_bias, silu=False, backend=self.backend)
         x1, x2, v = c.chunk(3, -1)  # (B, T, d) each
         u = x1 * v
-        return self.out_proj(x2 * torch.addcmul(long_conv(u, self.filter()), self.D.to(u.dtype), u))
+        return self.out_proj(x2 * torch.addcmul(self.filter(u), self.D.to(u.dtype), u))
 
     def flops(self, T):
         return self.filter.flops(T) + self.D.numel() * (3 * 2 * self.W + 4)
@@ -286,16 +301,14 @@ class Recall(LM):
         """
         h, after = self.through_layers(idx, state)
         h = self.norm(h)  # (B, T, n_embd)
-        logits = loss = None
         if targets is not None:
             asked = targets >= 0
             h, targets = h[asked], targets[asked]  # (queries, n_embd), (queries,)
         if loss_only and not self.config.loss_from_logits:
-            loss = linear_cross_entropy(h, self.embed.weight, targets, backend=self.config.backend)
+            logits, loss = None, linear_cross_entropy(h, self.embed.weight, targets, backend=self.config.backend)
         else:
             logits = F.linear(h, self.embed.weight)
-            if targets is not None:
-                loss = cross_entropy(logits, targets)
+            loss = None if targets is None else cross_entropy(logits, targets)
             logits = None if loss_only else logits
         return (logits, loss) if state is None else (logits, loss, after)
 
@@ -305,5 +318,4 @@ class Recall(LM):
 
     def forward_flops(self, T):
         """As for any LM, but the head runs only at queries."""
-        head = 2 * self.embed.weight.numel()
-        return counting.forward_flops(self.modules(), T) + head - head * (1 - self.config.pairs / T)
+        return counting.forward_flops(self.modules(), T) + 2 * self.embed.weight.numel() * self.config.pairs / T
