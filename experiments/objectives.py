@@ -98,10 +98,8 @@ def flow(S_prev, k, x, p):
     kk = k @ k
     return S_prev + torch.expm1(-p.rate * kk) / kk * outer(S_prev @ k - x, k)
 
-# Mamba: RetNet's objective with a separate decay per number of the state
-def mamba_loss(S, S_prev, k, x, p):
-    decay = torch.exp(p.delta[:, None] * p.A)  # (d, N)
-    return (decay * (S - S_prev).square()).sum() + ((1 - decay) * S.square()).sum() - 2 * (S @ k) @ (p.delta * x)
+# the state is kept with the share a of each number, and pulled to `rest` with the share 1 - a
+def forget(a, S, S_prev, rest=0.0): return (a * (S - S_prev).square() + (1 - a) * (S - rest).square()).sum()
 
 
 @dataclass
@@ -129,7 +127,7 @@ UPDATES = [
            lambda S, S_prev, k, x, p: sq(S - S_prev) - 2 * (S @ k) @ x, linear_attention,
            note="the loss of a pair, -2 <S k, x>, has no minimum, so a pair that is written again adds up"),
     Update("RetNet", "g |S - S'|^2 + (1 - g) |S|^2 - 2 <S k, x>", "g S' + x k^T",
-           lambda S, S_prev, k, x, p: p.gamma * sq(S - S_prev) + (1 - p.gamma) * sq(S) - 2 * (S @ k) @ x, retnet,
+           lambda S, S_prev, k, x, p: forget(p.gamma, S, S_prev) - 2 * (S @ k) @ x, retnet,
            mixers=("retnet", "rwkv", "mamba2"),
            note="the terms without x have their minimum at g S', not at S' as Eq. 4's divergence; the same in GLA, "
                 "Griffin and Mamba"),
@@ -142,8 +140,7 @@ UPDATES = [
            mixers=("gla",)),
     # no keys: S is (d,); the last term is printed as a vector, but must mean its sum
     Update("Griffin", "|sqrt(a) (s - s')|^2 + |sqrt(1-a) s|^2 - 2 sum sqrt(1-a) s i x", "a s' + sqrt(1-a) i x",
-           lambda S, S_prev, k, x, p: (p.a * (S - S_prev).square() + (1 - p.a) * S.square()
-                                       - 2 * (1 - p.a).sqrt() * S * p.i * x).sum(),
+           lambda S, S_prev, k, x, p: forget(p.a, S, S_prev) - 2 * ((1 - p.a).sqrt() * S * p.i * x).sum(),
            lambda S_prev, k, x, p: p.a * S_prev + (1 - p.a).sqrt() * p.i * x, elementwise=True,
            note="holds if the last term is summed; Griffin's own paper has sqrt(1 - a^2) instead of sqrt(1 - a)"),
     Update("Longhorn, Eq. 6", "|S - S'|^2 + |S k - x|^2_diag(b)", "S' + (e * (x - S' k)) k^T,  e = b / (1 + b |k|^2)",
@@ -174,13 +171,14 @@ UPDATES = [
            lambda S, S_prev, k, x, p: deltanet_loss(S, S_prev * p.alpha, k, x, p),
            lambda S_prev, k, x, p: deltanet(S_prev * p.alpha, k, x, p), "here", mixers=("kda",)),
     Update("Mamba", "sum_ij a_ij (S_ij - S'_ij)^2 + (1 - a_ij) S_ij^2 - 2 <S k, D x>",
-           "a * S' + (D x) k^T,  a = exp(D A)", mamba_loss,
+           "a * S' + (D x) k^T,  a = exp(D A)",
+           lambda S, S_prev, k, x, p: (forget(torch.exp(p.delta[:, None] * p.A), S, S_prev)
+                                       - 2 * (S @ k) @ (p.delta * x)),
            lambda S_prev, k, x, p: torch.exp(p.delta[:, None] * p.A) * S_prev + outer(p.delta * x, k),
            "here, for A.2", mixers=("mamba",)),
     # the key is 1 - alpha: each column is a mean of its old value and x
     Update("HGRN2", "sum_ij f_j (S_ij - S'_ij)^2 + (1 - f_j) (S_ij - x_i)^2", "S' diag(f) + x (1 - f)^T",
-           lambda S, S_prev, k, x, p: (p.alpha * (S - S_prev).square() + (1 - p.alpha) * (S - x[:, None]).square()
-                                       ).sum(),
+           lambda S, S_prev, k, x, p: forget(p.alpha, S, S_prev, x[:, None]),
            lambda S_prev, k, x, p: S_prev * p.alpha + outer(x, 1 - p.alpha), "here, for A.5"),
     # no keys: S = num / den is (d,), a weighted mean of values, and k (d,) the logarithm of x's weight
     Update("RWKV-4", "sum z (s - s')^2 + e^k (s - x)^2,  z = e^-w z'", "(z s' + e^k x) / (z + e^k)",
@@ -192,41 +190,43 @@ UPDATES = [
 
 # --------------------------------------------------------------------------------------- the update against a minimiser
 
-def normal(generator, *shape):
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+def normal(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
 
 
 def draws(count, elementwise, seed):
-    """Yields `count` random (S_prev, k, x, p): the first third of ordinary size, the rest with some extremes.
+    """`count` random (S_prev, k, x, p): the first third of ordinary size, the rest with some extremes.
 
     Extremes are keys of length 0.001 and 1000, gates and step sizes within 1e-6 of 0 and 1, states of size 0 and 100.
     """
-    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
 
     def pick(choices):
-        return choices[int(torch.randint(len(choices), (), generator=generator))]
+        return choices[int(torch.randint(len(choices), ()))]
 
     def gate(*shape):
-        u = torch.rand(shape, generator=generator, dtype=torch.float64)
-        kind = torch.randint(3, shape, generator=generator) if extreme else torch.zeros(shape)
+        u = torch.rand(shape, dtype=torch.float64)
+        kind = torch.randint(3, shape) if extreme else torch.zeros(shape)
         return torch.where(kind == 1, 1e-6, torch.where(kind == 2, 1 - 1e-6, 1e-3 + 0.998 * u))
 
+    drawn = []
     for i in range(count):
         extreme = i >= count / 3
         d, N = pick([(1, 1), (3, 4), (4, 8), (2, 16)])
         key_size = pick([1e-3, 1.0, 1e3]) if extreme else 1.0
         if elementwise:
-            k = normal(generator, d).clamp(-3, 3) * pick([1, 5])
-            S = normal(generator, d)
+            k = normal(d).clamp(-3, 3) * pick([1, 5])
+            S = normal(d)
         else:
-            k = F.normalize(normal(generator, N), dim=0) * key_size
-            S = normal(generator, d, N)
+            k = F.normalize(normal(N), dim=0) * key_size
+            S = normal(d, N)
         p = SimpleNamespace(
             beta=gate(d), rate=gate(), gamma=gate(), alpha=gate(N), a=gate(d), i=gate(d), delta=10 * gate(d),
-            A=-3 * gate(d, N), z=normal(generator, d).exp())
+            A=-3 * gate(d, N), z=normal(d).exp())
         S_size = pick([0.0, 1.0, 100.0]) if extreme else 1.0
         x_size = pick([1.0, 100.0]) if extreme else 1.0
-        yield S * S_size, k, normal(generator, d) * x_size, p
+        drawn.append((S * S_size, k, normal(d) * x_size, p))
+    return drawn
 
 
 def minimise(loss, start, *given):
@@ -243,20 +243,21 @@ def minimise(loss, start, *given):
     def f(s):
         return loss(s.view(start.shape), *given)
 
-    def value_and_gradient(s):
-        s = torch.tensor(s, dtype=torch.float64, requires_grad=True)
-        value = f(s)
-        return value.item(), torch.autograd.grad(value, s)[0].numpy()
+    def value(s):
+        return f(torch.tensor(s)).item()
+
+    def gradient(s):
+        return torch.autograd.functional.jacobian(f, torch.tensor(s)).numpy()
 
     def hessian(s):
-        return torch.autograd.functional.hessian(f, torch.tensor(s, dtype=torch.float64)).numpy()
+        return torch.autograd.functional.hessian(f, torch.tensor(s)).numpy()
 
     wide = 1e3 * (1 + start.abs().max().item())
     try:
-        s = minimize(value_and_gradient, start.flatten().numpy(), jac=True, hess=hessian, method="trust-exact",
+        s = minimize(value, start.flatten().numpy(), jac=gradient, hess=hessian, method="trust-exact",
                      options={"initial_trust_radius": wide, "max_trust_radius": 1e12, "gtol": 1e-9, "maxiter": 60}).x
         for _ in range(3):
-            step = np.linalg.lstsq(hessian(s), value_and_gradient(s)[1], rcond=None)[0]
+            step = np.linalg.lstsq(hessian(s), gradient(s), rcond=None)[0]
             s = s - step
         curvature = np.linalg.eigvalsh(hessian(s))  # ascending
     except (ValueError, np.linalg.LinAlgError):  # diverged to values that are not finite
@@ -279,9 +280,8 @@ def check(row, count, seed):
     steps = []
     for i, (S_prev, k, x, p) in enumerate(draws(count, row.elementwise, seed)):
         got = answer(row, S_prev, k, x, p)
-        generator = torch.Generator().manual_seed(seed + i)  # the start does not depend on the update
-        start = torch.randn(S_prev.shape, generator=generator, dtype=torch.float64)
-        least, lowest, step = minimise(row.objective, start, S_prev, k, x, p)
+        torch.manual_seed(seed + i)  # the start does not depend on the update
+        least, lowest, step = minimise(row.objective, normal(*S_prev.shape), S_prev, k, x, p)
         largest = max(got.abs().max(), least.abs().max(), 1e-300)
         offs.append(((got - least).abs().max() / largest).item())
         curvatures.append(lowest)
@@ -308,15 +308,16 @@ def answer(row, S_prev, k, x, p):
 
 # ----------------------------------------------------------------------------------------- what the diagonal form costs
 
-def make_pairs(n, d, N, correlation, generator):
+def make_pairs(n, d, N, correlation, seed):
     """n random pairs: keys (n, N) of length 1 that share a random direction, and normally distributed values (n, d).
 
     correlation: approximately the expected cosine of two keys.
     """
-    shared = F.normalize(normal(generator, N), dim=-1)
-    own = F.normalize(normal(generator, n, N), dim=-1)
+    torch.manual_seed(seed)
+    shared = F.normalize(normal(N), dim=-1)
+    own = F.normalize(normal(n, N), dim=-1)
     keys = math.sqrt(correlation) * shared + math.sqrt(1 - correlation) * own
-    return F.normalize(keys, dim=-1), normal(generator, n, d)
+    return F.normalize(keys, dim=-1), normal(n, d)
 
 
 def diagonal_cost(N, correlation, writes, streams, seed, d=8):
@@ -331,58 +332,52 @@ def diagonal_cost(N, correlation, writes, streams, seed, d=8):
     left = 0.0
     possible = 0.0
     for stream in range(streams):
-        keys, values = make_pairs(n, d, N, correlation, torch.Generator().manual_seed(seed + stream))
+        keys, values = make_pairs(n, d, N, correlation, seed + stream)
         keys = keys * math.sqrt(2 * writes / (1 - writes))
         S = torch.zeros(d, N, dtype=torch.float64)
-        for t in range(n):
-            k = keys[t]
-            x = values[t]
-            before = S
-            S = longhorn(before, k, x, p)
+        for t, (k, x) in enumerate(zip(keys, values, strict=True)):
+            before, S = S, longhorn(S, k, x, p)
             if t >= n // 2:
-                least = longhorn_loss(longhorn_exact(before, k, x, p), before, k, x, p).item()
-                left += longhorn_loss(S, before, k, x, p).item() - least
-                possible += longhorn_loss(before, before, k, x, p).item() - least
+                given = before, k, x, p
+                least = longhorn_loss(longhorn_exact(*given), *given).item()
+                left += longhorn_loss(S, *given).item() - least
+                possible += longhorn_loss(before, *given).item() - least
     return {"N": N, "correlation": correlation, "writes": writes, "missed": left / possible}
 
 
 # ------------------------------------------------------------------------------------------------ the mixers that train
 # Convert an operator's arguments, with one row in the batch, and its last state to sequences for the updates above:
-# (S before, S after, k (T, N), x (T, d), {name in p: (T, ...)}).
+# S before, S after (H, ...), k (H, T, N), x (H, T, d), {name in p: (H, T, ...)}, for each of the mixer's H heads.
 
 def scan_sequences(a, state):
     if "dt" in a:
-        x, k = a["x"][0], a["k"][0]
-        gates = {"beta": torch.sigmoid(a["dt"][0] + a["dt_bias"])}
-    else:
-        x, k = a["u"][0], a["B"][0]
-        gates = {"delta": F.softplus(a["delta"][0] + a["delta_bias"]), "A": a["A"].expand(len(x), -1, -1)}
-    yield a["h0"][0], state[0], k, x, gates
+        gates = {"beta": torch.sigmoid(a["dt"] + a["dt_bias"])}
+        return a["h0"], state, a["k"], a["x"], gates
+    delta = F.softplus(a["delta"] + a["delta_bias"])
+    return a["h0"], state, a["B"], a["u"], {"delta": delta, "A": a["A"].expand(1, delta.shape[1], -1, -1)}
 
 
 def head_sequences(a, state):
     _, T, H, _ = a["v"].shape
-    k = a["k"].expand(-1, -1, H, -1)[0]  # (T, H, N)
-    gates = {}  # (T, H, ...)
+    by_head = lambda tensor: tensor[0].transpose(0, 1)  # (1, T, H, ...) -> (H, T, ...)
+    gates = {}
     if "beta" in a:
-        gates["rate"] = a["beta"][0]
+        gates["rate"] = by_head(a["beta"])
     if "log_decay" in a:
         decay = a["log_decay"].exp()
-        decay = decay.expand(T, H) if decay.dim() == 1 else decay[0]
-        gates["alpha" if decay.dim() == 3 else "gamma"] = decay
-    for h in range(H):
-        of_head = {name: gate[:, h] for name, gate in gates.items()}
-        yield a["state"][0, h].T, state[0, h].T, k[:, h], a["v"][0, :, h], of_head
+        per_channel = decay.dim() == 4
+        gates["alpha" if per_channel else "gamma"] = by_head(decay if per_channel else decay.expand(1, T, H))
+    return a["state"][0].mT, state[0].mT, by_head(a["k"].expand(-1, -1, H, -1)), by_head(a["v"]), gates
 
 
 def wkv4_sequences(a, state):
     num, den, top = a["state"]
-    z = den[0] * top[0].exp()
+    z = den * top.exp()  # (1, d)
     decayed = []
-    for k in a["k"][0]:
+    for k in a["k"].unbind(1):
         decayed.append(z * (-a["decay"]).exp())
         z = decayed[-1] + k.exp()
-    yield (num / den)[0], (state[0] / state[1])[0], a["k"][0], a["v"][0], {"z": torch.stack(decayed)}
+    return num / den, state[0] / state[1], a["k"], a["v"], {"z": torch.stack(decayed, 1)}
 
 
 SEQUENCES = {"longhorn_scan": scan_sequences, "selective_scan": scan_sequences, "wkv4": wkv4_sequences,
@@ -406,29 +401,29 @@ def operator_call(family, backend=""):
     modules = [sys.modules[c.__module__] for c in type(mixer).__mro__]  # its own, and those it inherits from
     module = next(module for module in modules if hasattr(module, name))
     op = getattr(module, name)
+    calls = []
+
+    def watched(*args, **kwargs):
+        result = op(*args, **kwargs)
+        calls.append((inspect.signature(op).bind(*args, **kwargs).arguments, result[1]))
+        return result
+
     _, state = mixer(torch.randn(1, 12, 32), mixer.initial_state(1, "cpu"))
-    with mock.patch.object(module, name, wraps=op) as spy:
+    with mock.patch.object(module, name, watched):
         mixer(torch.randn(1, 12, 32), state)
-    if spy.call_count != 1:
-        raise RuntimeError(f"{family}: its mixer called {name} {spy.call_count} times, not once")
-    call = inspect.signature(op).bind(*spy.call_args.args, **spy.call_args.kwargs)
-    _, state = op(*call.args, **call.kwargs)
-    return name, map_tensors(torch.Tensor.double, call.arguments), map_tensors(torch.Tensor.double, state)
+    if len(calls) != 1:
+        raise RuntimeError(f"{family}: its mixer called {name} {len(calls)} times, not once")
+    return name, *map_tensors(torch.Tensor.double, calls[0])
 
 
 def mixer_off(family, update, backend=""):
     """Relative difference, in the 2-norm, between the last states of `family`'s mixer and of `update` step by step."""
     name, arguments, state = operator_call(family, backend)
-    got = []
-    true = []
-    for S, after, k, x, gates in SEQUENCES[name](arguments, state):
-        for t in range(len(k)):
-            p = SimpleNamespace(**{name: gate[t] for name, gate in gates.items()})
-            S = update(S, k[t], x[t], p)
-        got.append(after)
-        true.append(S)
-    got, true = torch.stack(got), torch.stack(true)
-    return ((got - true).norm() / true.norm()).item()
+    S, after, k, x, gates = SEQUENCES[name](arguments, state)
+    of_heads = torch.vmap(lambda S, k, x, gates: update(S, k, x, SimpleNamespace(**gates)))
+    for t in range(k.shape[1]):
+        S = of_heads(S, k[:, t], x[:, t], {name: gate[:, t] for name, gate in gates.items()})
+    return ((after - S).norm() / S.norm()).item()
 
 
 # ------------------------------------------------------------------------------------------------ an update of your own

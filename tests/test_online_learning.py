@@ -106,7 +106,7 @@ def test_a_changed_mixer_is_seen(monkeypatch):
 def test_what_the_diagonal_costs():
     """By hand, with the minimiser that knows no update in place of Eq. 6."""
     assert abs(ol.diagonal_cost(1, 0.5, 1 / 3, 1, 0)["missed"]) < 1e-12  # one key has no others to disturb
-    keys, values = ol.make_pairs(64, 2, 4, 0.5, torch.Generator().manual_seed(0))
+    keys, values = ol.make_pairs(64, 2, 4, 0.5, seed=0)
     assert (keys.norm(dim=1) - 1).abs().max() < 1e-12 and (keys @ keys.T).mean() == pytest.approx(0.5, abs=0.1)
     S, p = torch.zeros(2, 4).double(), SimpleNamespace(beta=0.5 * torch.ones(2).double())
     left = 0.0
