@@ -26,7 +26,6 @@ import sys
 import threading
 import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,8 +81,7 @@ class Local:
     poll_seconds = 0.2
 
     def __init__(self, folder, jobs, nproc, gpus):
-        self.folder, self.jobs, self.nproc, self.gpus = Path(folder).resolve(), jobs, nproc, gpus
-        self.pool, self.cells = ThreadPoolExecutor(jobs), {}
+        self.folder, self.jobs, self.nproc, self.gpus, self.cells = folder, jobs, nproc, gpus, {}
 
     def adopt(self, names, total):
         """Adopts none, since cells stop with their driver. Threads per cell depend on `total`, so a restart does not
@@ -98,22 +96,28 @@ class Local:
             devices = dict.fromkeys(self.gpus[(slot * self.nproc + i) % len(self.gpus)] for i in range(self.nproc))
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
         process = new_process(self.folder / f"{name}.txt", command, **env)
-        self.cells[name] = SimpleNamespace(slot=slot, pid=process.pid, code=self.pool.submit(process.wait))
+        self.cells[name] = SimpleNamespace(slot=slot, process=process)
 
     def look(self):
-        states = {name: ended(cell.code.result()) if cell.code.done() else ("running", None)
-                  for name, cell in self.cells.items()}
-        self.cells = {name: cell for name, cell in self.cells.items() if states[name][1] is None}
+        states = {}
+        for name, cell in list(self.cells.items()):
+            code = cell.process.poll()
+            if code is None:
+                states[name] = "running", None
+            else:
+                states[name] = ended(code)
+                del self.cells[name]
         return states
 
     def stop(self, kill):
         for cell in self.cells.values():
-            if not cell.code.done():
-                signal_group(cell.pid, signal.SIGKILL if kill else signal.SIGTERM)
+            if cell.process.poll() is None:
+                signal_group(cell.process.pid, signal.SIGKILL if kill else signal.SIGTERM)
 
     def close(self):
-        self.stop(kill=False)  # after an error; shutdown waits for them
-        self.pool.shutdown()
+        self.stop(kill=False)  # after an error
+        for cell in self.cells.values():
+            cell.process.wait()
 
 
 # ------------------------------------------------------------------------------------------------------------ clusters
