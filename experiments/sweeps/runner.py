@@ -371,10 +371,10 @@ def visible_gpus():
 
 def last_words(path, state):
     """Why a cell failed: the last line that it printed, preferably an error's, and how it ended (state)."""
-    lines = [line.strip() for line in Path(path).read_text(errors="replace").splitlines()
+    *_, last_try = f"\n{Path(path).read_text(errors='replace')}".split("\n$ ")  # each begins with its command
+    lines = [line for line in last_try.splitlines()[1:]
              if line.strip(" =-\t") and not line.startswith("submitit INFO")]
-    began = max((i for i, line in enumerate(lines) if line.startswith("$ ")), default=0)
-    lines = [line for line in lines[began:] if "error:" in line] or lines[began + 1:]
+    lines = [line for line in lines if "error:" in line] or lines
     said = textwrap.shorten(lines[-1], 400, placeholder=" ...") if lines else "it printed nothing"
     return f"{said} ({state}; all of it in {path})"
 
