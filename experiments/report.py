@@ -122,15 +122,15 @@ def collect(runs):
     seconds = (runs.seconds / runs.tokens).astype(float)
     runs = runs.assign(flops_per_token=runs.flops / runs.tokens, log_seconds=np.log(seconds))
     runs.attrs = {}  # pandas copies them deeply with each selection
-    entries = [entry_of(model, size, cells) for (model, size), cells in runs.groupby(["model", "size"], sort=False)]
-    order = [*about.get("models", ()), *sorted((e.model for e in entries), key=family_order)]
-    parameters = runs.groupby("size").parameters.median().fillna(math.inf)
-    entries.sort(key=lambda e: (parameters[e.size], e.size, order.index(e.model)))
-    sizes = [list(group) for _, group in itertools.groupby(entries, key=lambda e: e.size)]
-    for families in sizes:
+    models = dict.fromkeys([*about.get("models", ()), *sorted(runs.model.unique(), key=family_order)])
+    sizes = []
+    for size in runs.groupby("size").parameters.median().sort_values(kind="stable").index:
+        by_model = dict(list(runs[runs["size"] == size].groupby("model")))
+        families = [entry_of(model, size, by_model[model]) for model in models if model in by_model]
         choose_main(families)
+        sizes.append(families)
     searched = {}
-    for e in entries:
+    for e in itertools.chain(*sizes):
         if e.search:
             searched[e.model] = e
             if e.main > 3 * e.searched:  # usually 2
