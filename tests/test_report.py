@@ -18,6 +18,7 @@ from statistics import fmean, stdev
 
 import pandas
 import pytest
+from helpers import table
 from matplotlib import pyplot
 
 from common.errors import ConfigError, printable
@@ -164,29 +165,31 @@ def one(rows, **wanted):
 
 # -------------------------------------------------------------------------------------------------- reading the records
 
-DAMAGE = [  # file; what is set in it, or its new text, or None: it is removed; the reason
-    ("result.json", "[1]", "result.json is damaged"), ("config.json", None, "no config.json"),
-    ("log.jsonl", '{"event": "eval", "step": 9, "val_loss": 1.25}\n', "does not end with the val_loss"),
-    ("result.json", {"val_loss": 50.0}, "50.0, and guessing's 5.545"),
-    ("result.json", {"code": "0" * 12}, "another run's records: code"),
-    ("result.json", {"tokens": 7}, "another run's records: tokens"),
-    ("config.json", {"code_versions": [CODE, "beef", CODE]},
-     f"its code changed while it was down: {CODE}, then beef, then {CODE}"),
-    ("config.json", {"config__optimizer": "muon"}, "optimizer muon where most have adamw"),
-    ("config.json", {"data__identity": {"train": "m1x", "val": "801d"}}, "comparable: train data m1x"),
-    ("config.json", {"data__identity__val": "ffff"}, "comparable: val data ffff"),
-    ("result.json", {"val_tokens": 7}, "val_tokens is 38912, result.json says 7"),
-    ("result.json", {"flops": 7}, "flops is "), ("result.json", {"seconds": 7}, "tokens_per_second is "),
-    ("result.json", {"val_bits_per_byte": 7}, "comparable: bytes per token 0."),
-    ("config.json", {"config__n_layer": 3}, "comparable: n_layer 3 where most have 2"),
-    ("result.json", {"parameters": 460_001}, "parameters is 460000, result.json says"),
-    ("result.json", {"val_document_losses": [math.nan] * 8}, "do not add up to its loss"),
-    ("config.json", {"config__init_from": "out/old"}, "comparable: init_from out/old where most have"),
-    ("config.json", {"config__learning_rate": 1.0}, "another run's records: learning"),
-    ("config.json", {"config__dtype": "bfloat16"}, "another run's records: dtype is bfloat16"),
-    ("result.json", {"parameters": 0}, "parameters is 0: not a number above 0"),
-    ("result.json", {"seconds": None}, "seconds"),
-]
+# file; what is set in it (key=JSON), or its new text, or "gone"; the reason
+DAMAGE = f"""
+result.json  [1]     result.json is damaged
+config.json  gone    no config.json
+log.jsonl    {{"event": "eval", "step": 9, "val_loss": 1.25}}    does not end with the val_loss
+result.json  val_loss=50.0                      50.0, and guessing's 5.545
+result.json  code="000"                         another run's records: code
+result.json  tokens=7                           another run's records: tokens
+config.json  code_versions=["{CODE}", "b", "{CODE}"]    its code changed while it was down: {CODE}, then b, then {CODE}
+config.json  config__optimizer="muon"           optimizer muon where most have adamw
+config.json  data__identity__train="m1x"        comparable: train data m1x
+config.json  data__identity__val="ffff"         comparable: val data ffff
+result.json  val_tokens=7                       val_tokens is 38912, result.json says 7
+result.json  flops=7                            flops is
+result.json  seconds=7                          tokens_per_second is
+result.json  val_bits_per_byte=7                comparable: bytes per token 0.
+config.json  config__n_layer=3                  comparable: n_layer 3 where most have 2
+result.json  parameters=460001                  parameters is 460000, result.json says
+result.json  val_document_losses=[NaN, NaN, NaN, NaN, NaN, NaN, NaN, NaN]    do not add up to its loss
+config.json  config__init_from="out/old"        comparable: init_from out/old where most have
+config.json  config__learning_rate=1.0          another run's records: learning
+config.json  config__dtype="bfloat16"           another run's records: dtype is bfloat16
+result.json  parameters=0                       parameters is 0: not a number above 0
+result.json  seconds=null                       seconds is None: not a number above 0
+"""
 
 
 def assert_left_out(folder, names, reason):
@@ -201,16 +204,17 @@ def assert_left_out(folder, names, reason):
         assert victim.seed == 1 and victim[["val_loss", "tokens", "code"]].isna().all()  # it enters no mean
 
 
-@pytest.mark.parametrize("file, damage, reason", DAMAGE)
+@pytest.mark.parametrize("file, damage, reason", table(DAMAGE))
 def test_a_damaged_run_is_named_and_left_out(tmp_path, file, damage, reason):
     names = make_sweep(tmp_path, **SMALL)
     path = tmp_path / VICTIM / file
-    if isinstance(damage, dict):
-        change(path, **damage)
-    elif damage:
-        path.write_text(damage)
-    else:
+    key, is_set, value = damage.partition("=")
+    if is_set:
+        change(path, **{key: json.loads(value)})
+    elif damage == "gone":
         path.unlink()
+    else:
+        path.write_text(f"{damage}\n")
     assert_left_out(tmp_path, names, reason)
 
 
