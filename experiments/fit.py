@@ -139,20 +139,14 @@ def fit_loss(N, D, L, form="additive", whiten=None, start=None):
 
 def positive(**columns):
     """The columns as flat float arrays of one length. Raises CannotFit unless all are positive numbers."""
-    arrays = {}
-    for name, values in columns.items():
-        try:
-            column = np.asarray(values, float).ravel()
-        except (TypeError, ValueError, OverflowError) as error:
-            raise CannotFit(f"{name} holds something that is not a number: {error}") from None
+    arrays = [np.asarray(values, float).ravel() for values in columns.values()]
+    for name, column in zip(columns, arrays, strict=True):
+        if len(column) != len(arrays[0]):
+            raise CannotFit(f"{len(column)} values of {name} for {len(arrays[0])} runs: give one for each")
         for i, value in enumerate(column):
             if not 0 < value < math.inf:
-                raise CannotFit(f"{name}[{i}] = {value:g} is not a positive number")
-        arrays[name] = column
-    lengths = [len(column) for column in arrays.values()]
-    if len(set(lengths)) > 1:
-        raise CannotFit(f"{', '.join(arrays)} have {', '.join(map(str, lengths))} values: give all of each run")
-    return arrays.values()
+                raise CannotFit(f"{name}[{i}] = {value:g}: give positive numbers")
+    return arrays
 
 
 def check_design(N, D):
@@ -337,15 +331,18 @@ def ratios(a, b, least):
     return found
 
 
+def beyond_two(x, points, y):
+    """y at x, on the line in log x through the last two points."""
+    return y[-1] + (y[-1] - y[-2]) * np.log(x / points[-1]) / np.log(points[-1] / points[-2])
+
+
 def power(family, N, D):
     """log L by a power law in D through the two largest budgets and, for a new size, in N through the two largest
     sizes."""
-    log_L = family.log_L.mean(0)
-    doublings = np.log(D / family.D[:, -1]) / np.log(family.D[:, -1] / family.D[:, -2])
-    at_D = log_L[:, -1] + (log_L[:, -1] - log_L[:, -2]) * doublings
+    at_D = beyond_two(D, family.D.T, family.log_L.mean(0).T)
     if N in family.N:
         return at_D[list(family.N).index(N)]
-    return at_D[-1] + (at_D[-1] - at_D[-2]) * math.log(N / family.N[-1]) / math.log(family.N[-1] / family.N[-2])
+    return beyond_two(N, family.N, at_D)
 
 
 # ------------------------------------------------------------------------------------------------------------ intervals

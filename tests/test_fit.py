@@ -61,10 +61,9 @@ SIZES = np.geomspace(1e6, 1e9, 12)
 
 
 @pytest.mark.parametrize("N, D, L, words", [
-    ([1e6, 1e7], [1e8, 1e9], [3.0], "N, D, L have 2, 2, 1 values"),
-    ([1e6, 0], [1e8, 1e9], [3.0, 2.0], r"N\[1\] = 0 is not a positive number"),
-    ([1e6], [math.inf], [3.0], r"D\[0\] = inf is not a positive number"),
-    ([1e6], [1e8], ["x"], "L holds something that is not a number"),
+    ([1e6, 1e7], [1e8, 1e9], [3.0], "1 values of L for 2 runs"),
+    ([1e6, 0], [1e8, 1e9], [3.0, 2.0], r"N\[1\] = 0: give positive numbers"),
+    ([1e6], [math.inf], [3.0], r"D\[0\] = inf: give"),
     ([1e6, 1e7] * 3, [1e8, 1e8, 1e9, 1e9, 1e10, 1e10], [4, 3, 3.5, 2.5, 3, 2], "2 sizes N and 3 token counts D"),
     ([1e6, 1e7, 1e8, 1e9], [1e8, 1e11, 1e9, 1e10], [4, 3, 3, 2], "4 distinct .* add 1 or more"),
     (SIZES, 20 * SIZES, SIZES, "1.0000 correlated.*more than one budget")])
