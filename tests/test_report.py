@@ -553,18 +553,6 @@ def test_numbers_have_three_digits_and_a_unit(n, text):
     assert pages.human(n) == text
 
 
-def test_what_the_papers_table_is_worth_in_tokens(told):
-    """By Epoch's law, solved here without a derivative: the tokens at which the loss is Longhorn's gap lower."""
-    _, text = told()
-    times = []
-    for mamba, longhorn, tokens in (3.238, 3.225, 2.5e9), (3.231, 3.192, 2.5e9), (2.902, 2.888, 7e9), (
-            2.868, 2.859, 7e9):
-        per_e_fold = (2085.4 / tokens**0.3658 - 2085.4 / (1.001 * tokens) ** 0.3658) / math.log(1.001)
-        times.append(math.exp((mamba - longhorn) / per_e_fold))
-    assert f"this is worth {min(times):.2f} to {max(times):.2f} times the tokens" in text
-    assert "Longhorn ends 0.009 to 0.039 nats below Mamba" in text
-
-
 # -------------------------------------------------------------------------------------------------- what cannot be told
 
 @pytest.mark.parametrize("lost, tokens", [(("mamba_460K_1024",), 512 * BATCH), (
