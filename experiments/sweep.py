@@ -172,11 +172,12 @@ def check_configs(preset):
     """Raises ConfigError that names all config files that are missing, of any family at any size."""
     from families import FAMILIES as known
 
-    configs = list(dict.fromkeys(size.config for size in preset.sizes.values()))
-    names = dict.fromkeys(config_file(*both) for both in itertools.product(preset.models, configs))
-    missing = [name for name in names if not (REPO / name).exists()]
+    files = {}
+    for model, size in itertools.product(preset.models, preset.sizes.values()):
+        files[config_file(model, size.config)] = size.config
+    missing = [name for name in files if not (REPO / name).exists()]
     if missing:
-        one = configs[0]
+        one = files[missing[0]]
         known = sorted(name for name in known if (REPO / config_file(name, one)).exists())
         raise ConfigError(f"missing: {', '.join(missing)}; write each as config/longhorn_{one}.py, with its own "
                           f"model = NAME, or choose families of {', '.join(known)}")
@@ -235,9 +236,8 @@ def seed_cells(preset, model, size, rate, seed, budgets, folder=REPO / "out"):
     kept = kept_checkpoints(folder, plan, cells[0].at)
     for c in cells:
         if c.name in plan and (folder / c.name / "config.json").exists():
-            began = runner.settings(plan[c.name]["argv"])
-            c.at["from"] = int(began.get("branch", "@0").rpartition("@")[2])
-            keep = [] if is_finished(folder / c.name) else numbers(began.get("keep_steps"))
+            c.at["from"] = plan[c.name].get("from", 0)
+            keep = [] if is_finished(folder / c.name) else steps_to_keep(plan[c.name])
         else:
             base = max((step for step in kept if step <= ends[c.name]), default=0)
             keep = sorted(end for end in {*ends.values()} - kept.keys() if base < end <= ends[c.name])
@@ -251,9 +251,9 @@ def seed_cells(preset, model, size, rate, seed, budgets, folder=REPO / "out"):
     return cells
 
 
-def numbers(text):
-    """The numbers of --keep_steps=1,2; None has none."""
-    return list(map(int, text.split(","))) if text else []
+def steps_to_keep(cell):
+    """The steps of --keep_steps in a cell of the plan."""
+    return list(map(int, re.findall(r"\d+", runner.settings(cell["argv"]).get("keep_steps", ""))))
 
 
 def kept_checkpoints(folder, plan, at):
@@ -261,12 +261,11 @@ def kept_checkpoints(folder, plan, at):
     `at`."""
     from runtime.checkpoint import steps as steps_of
 
+    same = {key: at[key] for key in ("stage", "model", "size", "learning_rate", "seed")}
     kept = {}
     for name, other in plan.items():
-        is_same = all(other.get(key) == at[key] for key in ("stage", "model", "size", "learning_rate", "seed"))
-        if is_same and is_finished(folder / name):
-            planned = numbers(runner.settings(other["argv"]).get("keep_steps"))
-            kept |= dict.fromkeys(steps_of(folder / name).keys() & planned, name)
+        if other.items() >= same.items() and is_finished(folder / name):
+            kept |= dict.fromkeys(steps_of(folder / name).keys() & steps_to_keep(other), name)
     return kept
 
 
@@ -282,19 +281,18 @@ def reported_cells(preset, rates, folder=REPO / "out"):
     """
     sizes = list(preset.sizes)
     places = []
-    for model in preset.models:
-        for size in sizes:
-            if (model, size) in rates:
-                places += [(model, size, i) for i in range(preset.size(model, size).seeds)]
+    for model, size in itertools.product(preset.models, sizes):
+        if (model, size) in rates:
+            places += [(model, size, i) for i in range(preset.size(model, size).seeds)]
     if not preset.one_by_one:
         places.sort(key=lambda place: (place[2], sizes.index(place[1])))
     cells = []
     for model, size, i in places:
         s = preset.size(model, size)
         rate = rates[model, size]
-        first = FIRST_SEED if s.steps else load(base_arguments(preset, model, size)).seed
-        seed = first + i + seed_offset(model)
+        seed = FIRST_SEED + i + seed_offset(model)
         if not s.steps:
+            seed += load(base_arguments(preset, model, size)).seed - FIRST_SEED
             cells.append(make_cell(preset, "seed", model, size, None, None, seed))
             continue
         budgets = {s.steps}
@@ -581,18 +579,17 @@ class Sweep(Experiment):
 
     def run(self):
         args = self.args
-        if args.command == "law" and (args.gpu or not args.cluster and runner.visible_gpus()):
-            args.command = "law_gpu"
-        self.preset = self.chosen()
-        if not (args.gpu or args.cluster or runner.visible_gpus()):
-            self.timed = {}
-        self.nproc = args.nproc or 1
         if (args.gpu or "gpus" in args.overrides) and not (args.gpu and args.dry_run):
             raise ConfigError("--gpus and --gpu plan for GPUs that need not be here: give --gpu=NAME and --dry-run")
+        gpus = args.gpus if args.gpu else len(runner.visible_gpus())
+        if args.command == "law" and gpus and (args.gpu or not args.cluster):
+            args.command = "law_gpu"
+        self.preset = self.chosen()
+        if not (gpus or args.cluster):
+            self.timed = {}
+        self.nproc = args.nproc or 1
         if args.command == "paper" and not args.nproc:
-            self.nproc = args.gpus if args.gpu else max(1, len(runner.visible_gpus()))
-            if args.cluster:  # gives a run one node
-                self.nproc = min(self.nproc, machine.PER_NODE)
+            self.nproc = max(1, min(gpus, machine.PER_NODE) if args.cluster else gpus)  # a cluster gives a run one node
         return super().run()
 
     def place(self):
@@ -725,17 +722,16 @@ class Sweep(Experiment):
     def chosen_sizes(self, preset, models):
         """{label: Size} of --sizes, with the preset's runs. Raises ConfigError."""
         first = next(iter(preset.sizes.values()))
+        known = dict(preset.sizes)
+        for path in sorted(REPO.glob(config_file(models[0], "*"))):
+            label = path.stem.removeprefix(Path(config_file(models[0], "")).stem)
+            known.setdefault(label, replace(first, argv=(), config=label))
         sizes = {}
         for text in self.args.sizes or [",".join(preset.sizes)]:
-            known = sizes | preset.sizes
-            for label in text.split(","):
-                file = config_file(models[0], label)
-                if (REPO / file).exists():
-                    known.setdefault(label, replace(first, argv=(), config=label))
-                elif label not in known and ":" not in text:
-                    raise ConfigError(f"--sizes={label}: there are {', '.join(known)}, and no {file}")
             for label, argv in sizes_of(text, known, self.check_set).items():
-                sizes[label] = replace(first, argv=argv) if argv else known[label]
+                if argv:
+                    known[label] = replace(first, argv=argv)
+                sizes[label] = known[label]
         label, size = next(iter(sizes.items()))
         if not size.search:  # its rate would follow from a size that is not here
             sizes[label] = replace(size, search=first.search, search_steps=first.search_steps)
