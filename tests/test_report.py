@@ -110,6 +110,12 @@ def change(path, **values):
     path.write_text(json.dumps(record))
 
 
+def settings(text):
+    """{key: value} of key=JSON, separated by blanks; ... stands for itself."""
+    pairs = re.findall(r"(\S+?)=(.+?)(?= \S+=|$)", text)
+    return {key: ... if value == "..." else json.loads(value) for key, value in pairs}
+
+
 def other_code(folder, code, files):
     """The same run with other code."""
     change(folder / "config.json", environment__code=code, environment__code_files=files, code_versions=[code])
@@ -208,9 +214,8 @@ def assert_left_out(folder, names, reason):
 def test_a_damaged_run_is_named_and_left_out(tmp_path, file, damage, reason):
     names = make_sweep(tmp_path, **SMALL)
     path = tmp_path / VICTIM / file
-    key, is_set, value = damage.partition("=")
-    if is_set:
-        change(path, **{key: json.loads(value)})
+    if values := settings(damage):
+        change(path, **values)
     elif damage == "gone":
         path.unlink()
     else:
@@ -453,18 +458,6 @@ def test_names_in_pages_are_shown_as_they_are():
         assert html.unescape(shown.removeprefix("<p>").removesuffix("</p>\n")) == name
 
 
-@pytest.mark.parametrize("seeds, noise, said", [
-    ((1001,), 0.002, ("Longhorn is lowest, but cannot be tested against Mamba: two seeds are needed",
-                      "Longhorn has one seed at 460K, which gives no interval")),
-    ((1001, 1002, 1003), 0.1, ("they cannot be told apart, and are equal",))])
-def test_one_seed_or_noise_make_no_winner(told, seeds, noise, said):
-    tables, text = told(seeds=seeds, noise=noise)
-    assert "| **" not in text and all(words in text for words in said)
-    for row in tables["pairs"]:
-        if row["is_main"]:
-            assert "tokens" not in row if len(seeds) == 1 else row["tokens_low"] < 1 < row["tokens_high"]
-
-
 def set_losses(folder, names, family, loss):
     """Set the losses of a family's reported runs to loss(steps, seed)."""
     for name in names:
@@ -535,18 +528,6 @@ def test_flops_and_seconds_are_the_tokens_times_the_cost_of_each_familys_token(t
     assert longhorn["bits"] == pytest.approx(longhorn["mean"] / math.log(2) / 3)
 
 
-@pytest.mark.parametrize("seeds, others, steps", [
-    (3, (256, 2048), 1024), (2, (256, 3000), 3000)])
-def test_compared_is_the_budget_with_most_seeds_and_of_two_such_the_longer(told, seeds, others, steps):
-    """All seeds were run with 1024 steps, two seeds with the others."""
-    tables, text = told(seeds=(1001, 1002, 1003)[:seeds], others=others)
-    longhorn, mamba = tables["losses"]
-    row = one(tables["pairs"], is_main=True)
-    assert longhorn["budget"] == mamba["budget"] == row["budget"] == steps * BATCH
-    assert row["seeds"] == seeds and f"Loss after {pages.human(steps * BATCH)} tokens, 460K" in text
-    assert row["mean"] == pytest.approx(longhorn["mean"] - mamba["mean"])
-
-
 @pytest.mark.parametrize("n, text", [(1_485_888, "1.49M"), (999_499, "999K"), (999_500, "1M"), (950, "950"),
                                      (2.5e9, "2.5B"), (31e12, "31T"), (1023, "1.02K")])
 def test_numbers_have_three_digits_and_a_unit(n, text):
@@ -555,77 +536,45 @@ def test_numbers_have_three_digits_and_a_unit(n, text):
 
 # -------------------------------------------------------------------------------------------------- what cannot be told
 
-@pytest.mark.parametrize("lost, tokens", [(("mamba_460K_1024",), 512 * BATCH), (
-    ("mamba_460K_1024", "mamba_460K_512steps_lr0.004_seed100", "longhorn_460K_256"), None)])
-def test_families_are_compared_at_the_tokens_that_all_of_them_saw(told, lost, tokens):
-    """Mamba's runs with 1024 steps are lost, so both are compared at the longest budget that both have. If they have
-    none in common, a line says so."""
-    def damage(folder, names):
-        for name in names:
-            if name.startswith(lost):
-                shutil.rmtree(folder / name)
-    tables, text = told(damage)
-    assert [row.get("budget") for row in tables["losses"]] == [tokens] * 2
-    assert ("pairs" in tables) == bool(tokens) == ("have no budget in common" not in text)
-    assert ("there is nothing to compare" in text) == (tokens is None)
+ODD_RATE = "mamba_460K_1024steps_lr0.004_seed1003"
+# how make_sweep is called; what becomes of files: a value is set, or they are gone; what the page says, or does NOT say
+ODD = f"""
+seeds=[1001]    -    Longhorn has one seed at 460K, which gives no interval    NOT | **
+        Longhorn is lowest, but cannot be tested against Mamba: two seeds are needed
+noise=0.1    -    they cannot be told apart, and are equal within    NOT | **
+others=[256, 2048]    -    Loss after 1.05M tokens, 460K    | 460K | 1.05M | 3 |
+others=[256, 3000] seeds=[1001, 1002]    -    Loss after 3.07M tokens, 460K    | 460K | 3.07M | 2 |
+others=[256, 512]    mamba_460K_1024* gone    Loss after 524K tokens, 460K    NOT in common
+others=[256, 512]    mamba_460K_1024* gone, mamba_460K_512*seed100* gone, longhorn_460K_256* gone
+        have no budget in common: nothing is compared    there is nothing to compare    NOT Loss after
+rates=[4e-3, 8e-3, 1.6e-2] noise=0    *lr0.016_seed1/result.json val_loss=null    0.016 diverged    , nan |
+        460K, Longhorn: the best learning rate, 0.004, is still at the edge of those tried.
+noise=0    {ODD_RATE}/config.json config__learning_rate=8e-3, plan.json cells__{ODD_RATE}__learning_rate=8e-3
+        460K, Mamba: seeds ran at several rates, 0.004, 0.008: those at 0.004 count.
+seeds=[1001, 1002] others=[512, 2048]    -    460K, Longhorn: the learning rate was chosen after 524K tokens
+others=[256, 512]    -    NOT was chosen after
+sizes={{"460K": 460000, "130K": 130000}}    mamba_460K*/result.json val_loss=null    | Mamba | 460K | \u2013 |
+        460K, Mamba: no usable run, see below    5.545: it diverged (10)
+        460K: 1 families with a loss: nothing to compare
+others=[]    */result.json val_bits_per_byte=...    ![Loss after    NOT | bits per byte |
+        nats from Mamba at 460K; its budgets do not tell how many tokens that is    NOT times Mamba's tokens
+others=[256, 512]    *seed* gone    0 of 21 runs are used    There is no usable run.    not run (21)    NOT .png
+others=[256, 512]    plan.json cells={{}}    0 of 0 runs are used    There is no usable run.    NOT not run
+sizes={{"350M at 4096": 369800000}} paper=true gpu="H100"    -    | 2.859 |    the paper's |    GPU hours    NOT CPU
+sizes={{"350M at 4096": 369800000}} paper=false    -    CPU hours    NOT 2.859    NOT the paper's |    NOT GPU hours
+"""
 
 
-def test_rates_at_the_edge_and_rates_that_diverged_are_said(told):
-    def damage(folder, names):
-        change(folder / "longhorn_460K_512steps_lr0.016_seed1/result.json", val_loss=None)
-        change(folder / "mamba_460K_512steps_lr0.016_seed1/result.json", val_loss=None)
-        other = "mamba_460K_1024steps_lr0.004_seed1003"
-        change(folder / other / "config.json", config__learning_rate=8e-3)
-        change(folder / "plan.json", **{f"cells__{other}__learning_rate": 8e-3})
-    tables, text = told(damage, rates=(4e-3, 8e-3, 1.6e-2), noise=0)
-    assert "0.016 diverged" in text and math.isnan(one(tables["pairs"], size="460K", is_main=True)["rates_se"])
-    assert "460K, Longhorn: the best learning rate, 0.004, is still at the edge of those tried." in text
-    assert "460K, Mamba: seeds ran at several rates, 0.004, 0.008: those at 0.004 count." in text
+@pytest.mark.parametrize("made, damage, words", [(*row[:2], row[2:]) for row in table(ODD)])
+def test_what_the_page_of_odd_runs_says(told, made, damage, words):
+    def damaged(folder, names):
+        for what in damage.split(", ") if damage != "-" else ():
+            files, _, values = what.partition(" ")
+            for path in list(folder.glob(files)):
+                shutil.rmtree(path) if values == "gone" else change(path, **settings(values))
 
-
-def test_rates_of_much_shorter_runs_are_said(whole, told):
-    _, text = told(seeds=(1001, 1002), others=(512, 2048))
-    assert "460K, Longhorn: the learning rate was chosen after 524K tokens" in text and "was chosen" not in whole[3]
-
-
-def test_a_hole_is_a_dash_with_its_reason(told):
-    def damage(folder, names):
-        for name in names:
-            if name.startswith("mamba_460K"):
-                change(folder / name / "result.json", val_loss=None)
-    _, text = told(damage, sizes={"460K": 460_000, "130K": 130_000})
-    assert "| Mamba | 460K | \u2013 |" in text
-    assert "460K, Mamba: no usable run, see below" in text and "5.545: it diverged (10)" in text
-    assert "460K: 1 families with a loss: nothing to compare" in text
-
-
-def test_one_budget_tells_no_multiplier_and_some_data_do_not_know_their_bytes(told):
-    def damage(folder, names):
-        for name in names:
-            change(folder / name / "result.json", val_bits_per_byte=...)
-    tables, text = told(damage, others=())
-    assert "tokens" not in tables["pairs"][0] and "![Loss after " in text and "| bits per byte |" not in text
-    assert "nats from Mamba at 460K; its budgets do not tell how many tokens that is" in text
-
-
-@pytest.mark.parametrize("empty_plan", [False, True])
-def test_nothing_usable_is_a_report_too(told, empty_plan):
-    def damage(folder, names):
-        for name in names:
-            shutil.rmtree(folder / name)
-        if empty_plan:
-            (folder / "plan.json").write_text('{"cells": {}}')
-    _, text = told(damage)
-    assert f"0 of {0 if empty_plan else 21} runs are used" in text and "There is no usable run." in text
-    assert ".png" not in text and ("not run (21)" in text) != empty_plan
-
-
-@pytest.mark.parametrize("is_paper", [True, False])
-def test_the_papers_losses_stand_beside_the_papers_cells_only(told, is_paper):
-    _, text = told(sizes={"120M": 128_600_000, "350M at 4096": 369_800_000}, seeds=(1001,), rates=(4e-3,),
-                   others=(), paper=is_paper, gpu="NVIDIA H100 80GB HBM3")
-    assert ("| 2.859 |" in text) == is_paper == ("the paper's |" in text)
-    assert "GPU hours" in text and "CPU hours" not in text
+    _, text = told(damaged, **settings(made))
+    assert [each for each in words if (each.removeprefix("NOT ") in text) == each.startswith("NOT ")] == []
 
 
 # ------------------------------------------------------------------------------------------------------------ the files
