@@ -361,16 +361,13 @@ def test_the_three_lines_of_the_documentation(monkeypatch):
     assert rows.loc["1.5M", "mamba", 512 * 1024].tolist() == pytest.approx([fmean(losses), stdev(losses), len(losses)])
 
 
-@pytest.mark.parametrize("name, kind, rows, used, code", [
-    ("recall_steps", "recall", 72, 71, "34710e498a98"), ("vision_digits", "images", 27, 27, "93d4bd3d3714"),
-    ("extrapolation_laptop", "extrapolation", 8, 8, "13c8a5313dc4")])
-def test_files_of_every_kind_are_read(name, kind, rows, used, code):
+@pytest.mark.parametrize("name, kind, used", [("recall_steps", "recall", 71), ("vision_digits", "images", 27),
+                                              ("extrapolation_laptop", "extrapolation", 8)])
+def test_files_of_every_kind_are_read(name, kind, used):
     runs = records.read(RESULTS / f"{name}.json")
-    counting = runs[runs.left_out == ""]
-    assert (runs.attrs["kind"], len(runs), len(counting)) == (kind, rows, used) and set(counting.code) == {code}
-    assert counting.seed.notna().all() and counting.parameters.gt(1000).all()
-    with pytest.raises(ConfigError, match=f"contains records of {kind}, not of"):
-        records.read(RESULTS / f"{name}.json", kind="recall" if kind != "recall" else "images")
+    assert (runs.left_out == "").sum() == used
+    with pytest.raises(ConfigError, match=f"contains records of {kind}, not of scaling"):
+        records.read(RESULTS / f"{name}.json", kind="scaling")
 
 
 def test_without_its_packages_a_report_is_one_line_and_a_sweep_keeps_its_records(tmp_path, monkeypatch, capsys):
