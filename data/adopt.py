@@ -42,8 +42,7 @@ def adopt(folder, vocab_size=None, dtype=None, tokenizer=None, bytes_per_token=N
     about = vocabulary(folder, tokenizer, vocab_size)
     vocab_size = vocab_size or about["vocab_size"]
     least = token_dtype(vocab_size)  # raises for an impossible vocabulary size
-    if dtype is None and least == "uint16":
-        _refuse_halves(folder)
+    guessed = dtype is None
     dtype = dtype or least
     if np.dtype(dtype).itemsize < np.dtype(least).itemsize:
         raise DataError(f"--dtype={dtype} cannot hold a vocabulary of {vocab_size:,}: in such files ids above "
@@ -58,7 +57,7 @@ def adopt(folder, vocab_size=None, dtype=None, tokenizer=None, bytes_per_token=N
             **about,
             "vocab_size": vocab_size,
             "dtype": dtype,
-            "splits": {split: read_split(folder / f"{split}.bin", dtype, vocab_size) for split in SPLITS},
+            "splits": {split: read_split(folder / f"{split}.bin", dtype, guessed, vocab_size) for split in SPLITS},
             "bytes_per_token": bytes_per_token,
             "how": shlex.join(["python", *sys.argv]),
         }
@@ -142,24 +141,7 @@ def read_llm_c(path):
     return tokens
 
 
-def _refuse_halves(folder):
-    """Raises DataError if a file of uint32 would be read as uint16."""
-    for split in SPLITS:
-        path = folder / f"{split}.bin"
-        first = np.fromfile(path, np.uint16, 4096) if path.is_file() else ()
-        if len(first) > 64 and not first[1::2].any():
-            raise DataError(f"{path}: every second uint16 is 0, as in a file of uint32: give --dtype")
-
-
-def _refuse_headers(path, start):
-    """Raises DataError for a file that does not begin with ids. start: its first bytes."""
-    if start.startswith(NPY):
-        raise DataError(f"{path} was written by numpy.save: rename it to {path.stem}.npy")
-    if int.from_bytes(start[:4], "little") in LLM_C:
-        raise DataError(f"{path} begins with the header of llm.c: rename it to llmc_{path.name}")
-
-
-def read_split(path, dtype, vocab_size):
+def read_split(path, dtype, guessed, vocab_size):
     """The entry in meta.json for a .bin that another program wrote, as write_split would return it. Raises
     DataError."""
     if not path.is_file():
@@ -170,15 +152,21 @@ def read_split(path, dtype, vocab_size):
     size = path.stat().st_size
     if not size or size % dtype.itemsize:
         raise DataError(f"{path} is {size:,} bytes, not a whole number of {dtype} tokens: set --dtype")
-    with open(path, "rb") as file:
-        _refuse_headers(path, file.read(8))
-    largest = int(np.memmap(path, dtype, "r").max())
+    tokens = np.memmap(path, dtype, "r")
+    start = tokens[:4].tobytes()
+    if start.startswith(NPY):
+        raise DataError(f"{path} was written by numpy.save: rename it to {path.stem}.npy")
+    if int.from_bytes(start[:4], "little") in LLM_C:
+        raise DataError(f"{path} begins with the header of llm.c: rename it to llmc_{path.name}")
+    if guessed and dtype == np.uint16 and len(tokens) > 64 and not tokens[1:4096:2].any():
+        raise DataError(f"{path}: every second uint16 is 0, as in a file of uint32: give --dtype")
+    largest = int(tokens.max())
     if largest >= vocab_size:
         raise DataError(
             f"{path} holds token id {largest} as {dtype}, outside a vocabulary of {vocab_size:,}: set "
             "--vocab_size, --tokenizer or --dtype as in the program that wrote it"
         )
-    return {"tokens": size // dtype.itemsize, "sha256": file_sha256(path), "max_token": largest}
+    return {"tokens": len(tokens), "sha256": file_sha256(path), "max_token": largest}
 
 
 @dataclass

@@ -120,8 +120,7 @@ def get_batch(tokens, starts, block_size, device="cpu"):
     Returns: x, y: (W, block_size) int64 torch tensors; y is x shifted by one token.
     """
     starts = np.asarray(starts, dtype=np.int64)
-    # a negative start would silently read from the end
-    assert not starts.size or 0 <= starts.min() <= starts.max() < len(tokens) - block_size
+    assert 0 <= starts.min() <= starts.max() < len(tokens) - block_size  # a negative start would read from the end
     if isinstance(tokens, Shards):
         rows = np.stack([tokens[start : start + block_size + 1] for start in starts.tolist()])
     else:
@@ -135,10 +134,9 @@ def inputs_and_targets(rows, device):
 
     xy = np.stack([rows[:, :-1], rows[:, 1:]])
     xy = torch.from_numpy(xy.astype(np.int64))  # (2, W, B): one transfer
-    kind = torch.device(device).type
-    if kind == "cuda":
+    if torch.device(device).type == "cuda":
         xy = xy.pin_memory().to(device, non_blocking=True)
-    elif kind != "cpu":
+    else:
         xy = xy.to(device)
     return xy[0], xy[1]
 

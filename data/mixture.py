@@ -49,10 +49,7 @@ class MixtureData(TokenData):
 
     def batch(self, starts):
         """As in TokenData."""
-        rows = []
-        for k, start in starts.tolist():
-            row = self.parts[k].train[start : start + self.block_size + 1]
-            rows.append(row.astype(np.int64))  # datasets may differ in dtype
+        rows = [self.parts[k].train[start : start + self.block_size + 1] for k, start in starts.tolist()]
         return inputs_and_targets(np.stack(rows), self.device)
 
     def derived(self, config, world_size):

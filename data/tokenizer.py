@@ -12,16 +12,13 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import tempfile
 import unicodedata
 from pathlib import Path
+from unittest import mock
 
 from data.prepared import DataError
 
-# tiktoken caches a file under the sha1 of its URL, and checks its sha256.
-VOCAB_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-BPE_URL = "https://openaipublic.blob.core.windows.net/encodings/"  # all other encodings
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")  # in tokenizer.json files
 END = "ends_documents"  # key in a table for the end-of-text token that the user named
 MOST_TOKENS = 2**24  # most tokens in a tokenizer.json
@@ -32,20 +29,12 @@ MOST_AT_ONCE = 100_000  # characters per call that tiktoken can handle, even all
 
 
 @contextlib.contextmanager
-def tiktoken_cache(files):
-    """In this context tiktoken's cache holds copies of `files`, {URL: path}, since tiktoken deletes cached files that
-    it finds damaged."""
-    before = os.environ.get("TIKTOKEN_CACHE_DIR")
-    with tempfile.TemporaryDirectory() as cache:
-        for url, path in files.items():
-            shutil.copy(path, Path(cache) / hashlib.sha1(url.encode()).hexdigest())
-        os.environ["TIKTOKEN_CACHE_DIR"] = cache
-        try:
+def downloaded(folder):
+    """In this context tiktoken reads the files that it would download from a folder. It checks their sha256."""
+    read = lambda url: (folder / Path(url).name).read_bytes()
+    with tempfile.TemporaryDirectory() as empty, mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=empty):
+        with mock.patch("tiktoken.load.read_file", read):
             yield
-        finally:
-            os.environ.pop("TIKTOKEN_CACHE_DIR")
-            if before is not None:
-                os.environ["TIKTOKEN_CACHE_DIR"] = before
 
 
 def tiktoken_encoding(name, vocab=None):
@@ -67,7 +56,7 @@ def tiktoken_encoding(name, vocab=None):
     if name not in names:
         raise DataError(f"tiktoken has no encoding {name!r}: choose one of {', '.join(names)}")
     try:
-        with contextlib.nullcontext() if vocab is None else tiktoken_cache(vocab_files(name, Path(vocab))):
+        with contextlib.nullcontext() if vocab is None else downloaded(Path(vocab)):
             return tiktoken.Encoding(**names[name]())
     except Exception as error:  # many kinds, of requests and OSError: all mean that the files cannot be read
         reason = " ".join(str(error).split())[:100]
@@ -78,13 +67,6 @@ def tiktoken_encoding(name, vocab=None):
         given = f"is not in --vocab {vocab} as OpenAI has it, and " if vocab else ""
         raise DataError(f"the vocabulary of tiktoken:{name} {given}cannot be fetched ({type(error).__name__}: "
                         f"{reason}): set TIKTOKEN_CACHE_DIR to a cache that holds it, or {files} as --vocab") from None
-
-
-def vocab_files(name, vocab):
-    """{URL: path} of an encoding's files in the folder `vocab`."""
-    if name == "gpt2":
-        return {VOCAB_URL + file: vocab / file for file in ("vocab.bpe", "encoder.json")}
-    return {BPE_URL + path.name: path for path in vocab.glob("*.tiktoken")}
 
 
 def place_to_cut(text, start, most):
@@ -327,10 +309,13 @@ class Text:
             encoding.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
             encoding.decoder = decoders.Fuse()
             return json.loads(encoding.to_str())
+        before = []
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        special = {}
         if self.kind == "tiktoken":
+            before = [pre_tokenizers.Split(Regex(self.encoding._pat_str), "isolated")]
             ranks = self.encoding._mergeable_ranks
-        else:
-            ranks = {bytes([byte]): byte for byte in range(256)}
+            special = self.encoding._special_tokens
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # visible bytes first, then the others
         character_of = dict(zip(sorted(range(256), key=lambda byte: chr(byte) not in alphabet), alphabet, strict=True))
         shown = {token: "".join(character_of[byte] for byte in token) for token in ranks}
@@ -340,12 +325,8 @@ class Text:
                 merges.append(tuple(shown[part] for part in pair_of(token, ranks)))
         vocab = {shown[token]: rank for token, rank in ranks.items()}
         encoding = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
-        before = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-        special = {}
-        if self.kind == "tiktoken":
-            before.insert(0, pre_tokenizers.Split(Regex(self.encoding._pat_str), "isolated"))
-            special = self.encoding._special_tokens
-        encoding.pre_tokenizer = pre_tokenizers.Sequence(before)
+        each_byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        encoding.pre_tokenizer = pre_tokenizers.Sequence([*before, each_byte])
         encoding.decoder = decoders.ByteLevel()
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         added = [{"id": special[name], "content": name, **flags} for name in sorted(special, key=special.get)]
