@@ -20,7 +20,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root
 import configurator  # noqa: E402
 from common.errors import ConfigError, main_error  # noqa: E402
-from data.shards import Shards, shards_sha256  # noqa: E402
+from data.shards import Shards  # noqa: E402
 from runtime.records import BadRecord, fields, read_json  # noqa: E402
 
 SPLITS = ("train", "val")
@@ -55,7 +55,7 @@ class Tokens:
         vocab_size: int, the dataset's.
         train, val: read-only np.memmap or Shards, (tokens of the split,), uint16 or uint32.
         bytes_per_token: float, of the validation split; None if meta.json does not say.
-        sha256: {"train": hex, "val": hex} as recorded; `verify()` reads the files and compares.
+        sha256: {"train": hex, "val": hex} as recorded, for shards a hash of theirs; `verify()` compares the files.
 
     Raises DataError for a folder that is not prepared, and for files whose size, content or ids do not match meta.json.
     Ids are checked in 256 evenly spaced slices of 65,536 tokens, content only in splits of up to 200M tokens; for
@@ -77,7 +77,7 @@ class Tokens:
                 )
             self.train = self._open("train", block_size)  # (tokens,)
             self.val = self._open("val", block_size)  # (tokens,)
-            self.sha256 = {split: self._sha256(split) for split in SPLITS}
+            self.sha256 = {split: self.meta["splits"][split]["sha256"] for split in SPLITS}
             self.bytes_per_token = self._bytes_per_token()
 
     def _files(self, split):
@@ -131,11 +131,6 @@ class Tokens:
         """Read both splits whole and compare their sha256 with meta.json. Raises DataError if they differ."""
         for split in SPLITS:
             self._check_content(split)
-
-    def _sha256(self, split):
-        """A split's sha256, from those recorded for its files."""
-        hashes = [entry["sha256"] for _, entry in self._files(split)]
-        return shards_sha256(hashes) if "shards" in self.meta["splits"][split] else hashes[0]
 
     def _bytes_per_token(self):
         given, val = self.meta.get("bytes_per_token"), self.meta["splits"]["val"]

@@ -29,13 +29,11 @@ class Shards:
     def __getitem__(self, part):
         """A copy of tokens[start:stop], 0 <= start: a view would keep its file open."""
         start, stop, _ = part.indices(len(self))
-        i = int(np.searchsorted(self.ends, start, side="right")) - 1  # index of the file that holds `start`
+        first, last = np.searchsorted(self.ends, [start, stop - 1], side="right") - 1  # files that hold these tokens
         pieces = [np.empty(0, self.dtype)]
-        while start < stop:
-            end = min(stop, int(self.ends[i + 1]))
-            pieces.append(np.array(opened(self, i)[start - self.ends[i] : end - self.ends[i]]))
-            start = end
-            i += 1
+        for i in range(first, last + 1):
+            begins = self.ends[i]
+            pieces.append(opened(self, i)[max(0, start - begins) : stop - begins])
         return np.concatenate(pieces)
 
 

@@ -33,6 +33,7 @@ import platform
 import shlex
 import sys
 import sysconfig
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -42,7 +43,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository root
 import configurator
 from configurator import Share
-from data.prepared import SPLITS, DataError
+from data.prepared import SPLITS, DataError, describe
 from data.tokenizer import Text, learn_bpe
 from data.writer import finish, finished, preparing, run, write_split
 
@@ -54,15 +55,10 @@ LONG = 65_536  # longest sequence, in tokens, that every held-out document must 
 NEVER_ENTERED = {"site-packages", "dist-packages", "__pycache__"}
 
 
-class File(NamedTuple):
-    name: str  # its path below the library, with slashes
-    content: bytes
-
-
 class Document(NamedTuple):
     name: str  # its only file's, or its folder's, with a slash at the end
-    files: list
-    size: int  # bytes
+    files: list  # their contents, each with the zero that ends it
+    size: int  # bytes; of a single file without that zero
 
 
 # ---------------------------------------------------------------------------------------------------------- which files
@@ -71,19 +67,20 @@ class Document(NamedTuple):
 def collect(stdlib, text_only):
     """Read the corpus: text files, each content only once.
 
-    Returns: [File, ...] sorted by name, and the number of files skipped: unreadable, empty or binary ones, duplicates,
-    links out of the library and, with text_only, files that are not UTF-8.
+    Returns: {path below the library, with slashes: content, with SEPARATOR at its end}, sorted by path, and the number
+    of files skipped: unreadable, empty or binary ones, duplicates, links out of the library and, with text_only, files
+    that are not UTF-8.
     """
     paths = []
     for folder, subfolders, names in os.walk(stdlib):
         subfolders[:] = [name for name in subfolders if name not in NEVER_ENTERED]
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    files = {}  # {content: File}
+    name_of = {}  # {content: path below the library}
     for path in sorted(paths, key=lambda path: path.relative_to(stdlib).as_posix()):
         content = content_of(path, text_only) if path.resolve().is_relative_to(stdlib.resolve()) else b""
         if content and SEPARATOR not in content:
-            files.setdefault(content, File(path.relative_to(stdlib).as_posix(), content))
-    return [*files.values()], len(paths) - len(files)
+            name_of.setdefault(content, path.relative_to(stdlib).as_posix())
+    return {name: content + SEPARATOR for content, name in name_of.items()}, len(paths) - len(name_of)
 
 
 def content_of(path, text_only):
@@ -101,17 +98,16 @@ def content_of(path, text_only):
 
 
 def join_packages(files):
-    """[Document, ...], one per package; see the top of the file. Their size counts the zero that ends each file."""
-    sizes = {}  # bytes in each folder, subfolders included
-    for file in files:
-        for folder in folders_above(file.name):
-            sizes[folder] = sizes.get(folder, 0) + len(file.content + SEPARATOR)
+    """[Document, ...], one per package; see the top of the file."""
+    sizes = Counter()  # bytes in each folder, subfolders included
+    for name, content in files.items():
+        for folder in folders_above(name):
+            sizes[folder] += len(content)
     members = {}
-    for file in files:
-        packages = [folder for folder in folders_above(file.name) if sizes[folder] <= SHELF_BYTES]
-        name = packages[0] if packages else file.name
-        members.setdefault(name, []).append(file)
-    return [Document(name, of, sum(len(file.content + SEPARATOR) for file in of)) for name, of in members.items()]
+    for name, content in files.items():
+        packages = [folder for folder in folders_above(name) if sizes[folder] <= SHELF_BYTES]
+        members.setdefault(packages[0] if packages else name, []).append(content)
+    return [Document(name, contents, sum(map(len, contents))) for name, contents in members.items()]
 
 
 def folders_above(name):
@@ -148,22 +144,22 @@ def split_by_name(documents, val_fraction, shortest):
 # --------------------------------------------------------------------------------------------------------- their tokens
 
 
-def tokenized(files, text):
+def tokenized(contents, text):
     """Yields each file's tokens and an end-of-text token as (tokens,) arrays."""
-    for file in files:
+    for content in contents:
         if text.kind == "bytes":
-            yield np.frombuffer(file.content + SEPARATOR, dtype=np.uint8)
+            yield np.frombuffer(content, dtype=np.uint8)
         else:
-            yield np.array([*text.encode_ordinary(file.content.decode()), text.eot_token], dtype=np.uint32)
+            yield np.array([*text.encode_ordinary(content[:-1].decode()), text.eot_token], dtype=np.uint32)
 
 
-def xz9_bits_per_byte(files):
+def xz9_bits_per_byte(contents):
     """Bits per byte that `xz -9` needs for the files, one after another; None if Python was built without lzma."""
     try:
         import lzma
     except ImportError:
         return None
-    whole = b"".join(file.content + SEPARATOR for file in files)
+    whole = b"".join(contents)
     return 8 * len(lzma.compress(whole, preset=9)) / len(whole)
 
 
@@ -173,12 +169,13 @@ def identity(files, val_fraction, documents, tokenizer):
     listing += ", packages\n" if documents == "package" else "\n"
     if tokenizer != "bytes":
         listing += f"{tokenizer}\n"
-    listing += "".join(f"{hashlib.sha256(file.content).hexdigest()} {file.name}\n" for file in files)
+    for name, content in files.items():
+        listing += f"{hashlib.sha256(content[:-1]).hexdigest()} {name}\n"
     return hashlib.sha256(os.fsencode(listing)).hexdigest()
 
 
 def prepare(out, val_fraction=None, force=False, stdlib=None, documents="file", tokenizer="bytes"):
-    """Write the dataset to `out`, unless it is already there. Returns (Tokens, True if anything was written).
+    """Write the dataset to `out`, unless it is already there. Returns Tokens.
 
     Args: val_fraction: of the bytes (None: VAL_FRACTION); stdlib: the standard library's folder (default: the running
     interpreter's); documents: 'file' or 'package'; tokenizer: 'bytes' or 'bpe:N'.
@@ -198,7 +195,7 @@ def prepare(out, val_fraction=None, force=False, stdlib=None, documents="file", 
             raise DataError(f"no source files in {stdlib}: this Python comes without library source; use another")
         inputs = identity(files, val_fraction, documents, tokenizer)
         if not force and (tokens := finished(folder, inputs)):
-            return tokens, False
+            return tokens
         recipe = {
             "version": RECIPE,
             "source": f"standard library of Python {platform.python_version()}",
@@ -206,7 +203,7 @@ def prepare(out, val_fraction=None, force=False, stdlib=None, documents="file", 
             "files": len(files),
             "files_skipped": skipped,
         }
-        return write(folder, files, recipe, documents, tokenizer, inputs), True
+        return write(folder, files, recipe, documents, tokenizer, inputs)
 
 
 def write(folder, files, recipe, documents, tokenizer, inputs):
@@ -215,28 +212,27 @@ def write(folder, files, recipe, documents, tokenizer, inputs):
         whole = join_packages(files)
         shortest = LONG + 1
     else:
-        whole = [Document(file.name, [file], len(file.content)) for file in files]
+        whole = [Document(name, [content], len(content) - 1) for name, content in files.items()]
         shortest = 0
     parts = split_by_name(whole, recipe["val_fraction"], shortest)
-    members = {split: [file for document in parts[split] for file in document.files] for split in SPLITS}
+    contents = {split: [content for document in parts[split] for content in document.files] for split in SPLITS}
     table = None
     if tokenizer != "bytes":
-        table = learn_bpe((file.content.decode() for file in members["train"]), tokenizer.removeprefix("bpe:"))
+        table = learn_bpe((content[:-1].decode() for content in contents["train"]), tokenizer.removeprefix("bpe:"))
     text = Text(tokenizer, table)
     splits = {}
     for split in SPLITS:
-        splits[split] = write_split(folder / f"{split}.bin", tokenized(members[split], text), text.n_vocab)
-        splits[split]["bytes"] = sum(len(file.content + SEPARATOR) for file in members[split])
-        splits[split]["files"] = len(members[split])
+        splits[split] = write_split(folder / f"{split}.bin", tokenized(contents[split], text), text.n_vocab)
+        splits[split]["bytes"] = sum(map(len, contents[split]))
+        splits[split]["files"] = len(contents[split])
     meta = {
         "dataset": "pystdlib",
         "vocab_size": text.n_vocab,
         "end_of_text": text.eot_token,
         "tokenizer": text.name,
         "table": text.table,
-        "bytes_per_token": 1 if tokenizer == "bytes" else None,
         "splits": splits,
-        "xz9_bits_per_byte": xz9_bits_per_byte(members["val"]),
+        "xz9_bits_per_byte": xz9_bits_per_byte(contents["val"]),
         "how": shlex.join(["python", *sys.argv]),
         "recipe": recipe,
         "inputs": inputs,
@@ -267,17 +263,10 @@ class Options:
 
 def main():
     options = configurator.read(Options, sys.argv[1:], __doc__)
-    tokens, new = prepare(**dataclasses.asdict(options))
-    meta = tokens.meta
-    recipe = meta["recipe"]
-    unit = "bytes" if meta["tokenizer"] == "bytes" else f"tokens ({meta['tokenizer']})"
-    done = "" if new else " (already prepared; --force prepares again)"
-    print(f"{tokens.folder}: {recipe['files']:,} files of the {recipe['source']}: {len(tokens.train):,} {unit} to "
-          f"train on, {len(tokens.val):,} held out{done}")
-    if "documents" in meta:
-        held = [document["tokens"] for document in meta["documents"]["val"]]
-        print(f"{len(held)} documents are held out, of {min(held):,} to {max(held):,} bytes")
-    xz = meta["xz9_bits_per_byte"]
+    tokens = prepare(**dataclasses.asdict(options))
+    recipe = tokens.meta["recipe"]
+    describe(tokens, f"{recipe['files']:,} files of the {recipe['source']}")
+    xz = tokens.meta["xz9_bits_per_byte"]
     print(f"xz -9 needs {xz:.3f} bits per held-out byte" if xz else "xz: this Python was built without lzma")
 
 

@@ -56,7 +56,6 @@ from data.tokens.sources import (
     hub_units,
     local_units,
     shuffled_units,
-    stamps,
 )
 from data.writer import finish, finished, preparing, run, token_dtype, write_sealed, write_split
 from runtime.records import BadRecord
@@ -82,21 +81,23 @@ USUAL_MARK = "<|endoftext|>"
 
 # ----------------------------------------------------------------------------------------------------- what is held out
 
-def split_of(official, place, fraction):
+def split_of(official, place, val_fraction):
     """The split of the document at a place ("unit/number"): the source's, else by hash 'val' for this fraction."""
     place = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "big")
-    return official or ("val" if place < fraction * 2**64 else "train")
+    return official or ("val" if place < (val_fraction or VAL_FRACTION) * 2**64 else "train")
 
 
-def few_documents(units, reading, fraction):
-    """How many characters all documents have, if `split_of` would give a split fewer than FEW of them; else None,
-    without reading much."""
-    counts, chars, marks = dict.fromkeys(SPLITS, 0), 0, 0
+def cut_of_few(units, reading, val_fraction):
+    """How many characters to train on if `split_of` would give a split fewer than FEW documents: the others are held
+    out. Else None, without reading much. Raises DataError if either part would be nearly empty."""
+    counts = dict.fromkeys(SPLITS, 0)
+    chars = 0
+    marks = 0
     for unit, source in enumerate(units):
         number = 0
         texts = isinstance(source, list) and reading.kind(source[0]) == "text"
         for official, text, end in documents(source, reading):
-            counts[split_of(official, f"{unit}/{number}", fraction)] += end and text != ""
+            counts[split_of(official, f"{unit}/{number}", val_fraction)] += end and text != ""
             chars += len(text)
             marks += texts and not reading.separator and text.count(USUAL_MARK)
             number += end
@@ -107,13 +108,9 @@ def few_documents(units, reading, fraction):
     if marks:
         print(f"{USUAL_MARK} occurs in the text {marks:,} times and is read as text: --separator='{USUAL_MARK}' lets "
               "it end documents of .txt files", file=sys.stderr)
-    return None if reading.splits else chars
-
-
-def characters_to_train_on(chars, fraction):
-    """How many of the `chars` characters of few documents to train on. The rest is held out. Raises DataError if either
-    part is nearly empty."""
-    held_out = int(chars * fraction) if fraction else min(chars // 10, MOST_HELD_OUT)
+    if reading.splits:
+        return None
+    held_out = int(chars * val_fraction) if val_fraction else min(chars // 10, MOST_HELD_OUT)
     if not 2 <= held_out <= chars - 2:
         raise DataError(f"{chars:,} characters are too few: {held_out:,} would be held out, and both "
                         "parts need at least 2: add text, or choose another --val_fraction")
@@ -127,14 +124,14 @@ class Splitting:
     """Which split a text goes to: the source's, else by the hash of the document's place. With `cut`, for few
     documents, we train on the first `cut` characters, up to the end of a line or word, and hold out the rest."""
 
-    fraction: float
-    cut: int = None
+    val_fraction: float
+    cut: int
     seen: int = 0  # characters so far
 
     def parts(self, official, place, text):
         """[(split, part of the text), ...] for the next text."""
         if self.cut is None:
-            return [(split_of(official, place, self.fraction), text)]
+            return [(split_of(official, place, self.val_fraction), text)]
         here = self.cut - self.seen
         self.seen += len(text)
         if here >= len(text):
@@ -163,26 +160,34 @@ class Piece:
     end: bool = False
 
 
+def pieces(work, unit):
+    """Yields [Piece, ...] for each item of `documents`: two where a text is divided, else one."""
+    number = 0  # of the document in the unit
+    before, last = "", None
+    for official, text, end in documents(work.units[unit], work.reading):
+        of_item = []
+        for split, part in work.splitting.parts(official, f"{unit}/{number}", text):
+            of_item.append(Piece(split, part, before if split == last else ""))
+            before, last = part[-1:], split
+        of_item[-1].end = end and text != ""
+        if end:
+            last = None
+            number += 1
+        yield of_item
+
+
 def in_batches(work, share, first, items):
     """Yields (unit, items of it so far, [Piece, ...]) per BATCH_CHARS characters of a share of the units, beginning
     after `items` items of unit `first`. Raises DataError."""
-    for unit in share if work.splitting.cut is not None else range(first, share.stop):
-        batch, chars, number, n = [], 0, 0, 0
-        before, last = "", None
+    begin_at = first if work.splitting.cut is None else share.start  # the cut counts characters from the first unit on
+    for unit in range(begin_at, share.stop):
+        batch, chars, n = [], 0, 0
         done = items if unit == first else 0
-        for n, (official, text, end) in enumerate(documents(work.units[unit], work.reading), 1):
-            for split, part in work.splitting.parts(official, f"{unit}/{number}", text):
-                if split != last:
-                    before = ""
-                batch.append(Piece(split, part, before))
-                chars += len(part)
-                before, last = part[-1:], split
-            batch[-1].end = end and text != ""
-            if end:
-                before = ""
-                number += 1
+        for n, of_item in enumerate(pieces(work, unit), 1):
             if unit < first or n <= done:
-                batch, chars = [], 0
+                continue
+            batch += of_item
+            chars += sum(len(piece.text) for piece in of_item)
             if chars >= BATCH_CHARS:
                 yield unit, n, batch
                 batch, chars = [], 0
@@ -193,11 +198,14 @@ def in_batches(work, share, first, items):
             yield unit, n, batch
 
 
-def token_arrays(text, texts):
-    """[token ids of a text, ...]; <|endoftext|> in a text counts as ordinary text."""
+def token_arrays(text, batch):
+    """[token ids of a piece, ...]; <|endoftext|> in a text counts as ordinary text."""
+    texts = [piece.text for piece in batch]
     if text.kind == "bytes":
         return [np.frombuffer(piece.encode(), np.uint8) for piece in texts]
     if text.kind == "hf":
+        if any(piece.before for piece in batch):
+            return [text.encode_after(piece.before, piece.text) for piece in batch]
         text.encoding.encode_special_tokens = True
         return [encoding.ids for encoding in text.encoding.encode_batch_fast(texts, add_special_tokens=False)]
     with contextlib.suppress(ValueError):  # more blanks than its regular expression can take
@@ -209,10 +217,7 @@ def token_arrays(text, texts):
 def encode(text, batch, dtype):
     """{split: (its tokens, bytes, documents, empty ones)} of a batch, in which an empty document leaves nothing; bytes
     is None if a sample's tokens do not decode to it."""
-    if text.kind == "hf" and any(piece.before for piece in batch):
-        arrays = [text.encode_after(piece.before, piece.text) for piece in batch]
-    else:
-        arrays = token_arrays(text, [piece.text for piece in batch])
+    arrays = token_arrays(text, batch)
     exact = text.gives_back(max((piece.text for piece in batch), key=len)[:SAMPLE_CHARS])
     encoded = {}
     for split in SPLITS:
@@ -312,7 +317,6 @@ class Work:
     meta: dict  # entries of meta.json; meta["inputs"] is the hash of all that the tokens depend on
     reading: Reading
     splitting: Splitting
-    before: dict  # the local files' stamps
 
 
 def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=None, end_of_text=None,
@@ -326,9 +330,9 @@ def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=
         files = [Path(path) for path in files]
         refuse_inside(out, files)
         units = local_units(files, reading)
-    before = stamps(units)
-    reading.splits = splits_by_name(before) if shuffle is None else {}
-    if separator and not any(reading.kind(path) == "text" for path in before):
+    if shuffle is None:
+        reading.splits = splits_by_name(reading.files)
+    if separator and not any(reading.kind(path) == "text" for path in reading.files):
         raise DataError("--separator is for .txt files and those of --endings, and there are none")
     if canonical(tokenizer) == "char":
         if not files:
@@ -336,30 +340,28 @@ def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=
         table = characters(units, reading)
     text = Text(tokenizer, table, vocab, end_of_text)
     end = text.eot_token  # raises if there is none, before much is read
-    if files:
-        documents_from = contents(units)
-    elif shuffle is None:
-        units = hub_units(source, subset)
-        documents_from = [source, subset, len(units)]
-    else:
-        documents_from = [source, subset]
-    fraction, cut = val_fraction or VAL_FRACTION, None
-    if shuffle is None and (chars := few_documents(units, reading, fraction)) is not None:
-        cut = characters_to_train_on(chars, val_fraction)
+    documents_from = contents(units) if files else [source, subset]
+    cut = None
+    if shuffle is None:
+        if not files:
+            units = hub_units(source, subset)
+            documents_from.append(len(units))
+        cut = cut_of_few(units, reading, val_fraction)
+    fraction = val_fraction or VAL_FRACTION
     how = {"encoding": encoding, "separator": separator, "endings": list(endings), "held_out_from": cut}
     inputs = [documents_from, text.name, text.table, text_column, fraction] + [shuffle] * (shuffle is not None)
     if any(how.values()):
         inputs.append(how)
     inputs += reading.splits.values()
     if reading.left_out:
-        print(about(reading.left_out).removeprefix("; "), file=sys.stderr)
+        print(about(reading.left_out), file=sys.stderr)
     recipe = {"source": source, "subset": subset, "files": files and [str(path) for path in files],
               "text_column": text_column, "val_fraction": fraction, "shuffle": shuffle, **how,
-              "left_out": {why: n for why, (n, _) in reading.left_out.items()}}
+              "left_out": {why: len(paths) for why, paths in reading.left_out.items()}}
     meta = {"vocab_size": text.n_vocab, "tokenizer": text.name, "table": text.table, "end_of_text": end,
             "how": shlex.join(["python", *sys.argv]), "recipe": recipe,
             "inputs": hashlib.sha256(json.dumps(inputs).encode()).hexdigest()}
-    return Work(units, text, meta, reading, Splitting(fraction, cut), before)
+    return Work(units, text, meta, reading, Splitting(val_fraction, cut))
 
 
 def splits_by_name(paths):
@@ -368,7 +370,7 @@ def splits_by_name(paths):
     splits = {}
     for path in paths:
         called = {path.parent.name.lower(), *re.split("[-._]", path.name.lower())}  # val/a.txt, wiki.valid.tokens
-        splits[path] = "val" if called & {*OFFICIAL} else "train" if "train" in called else None
+        splits[path] = "val" if called & {*OFFICIAL} else "train" if "train" in called else "neither"
     if {*splits.values()} != {*SPLITS}:
         return {}
     held_out = [path for path in paths if splits[path] == "val"]
@@ -442,7 +444,7 @@ def prepare_part(out, part, share, work, workers):
         return
     record |= {"shards": shards, "ended": False}
     for _ in encode_shards(out, part, shards, share, work, workers):
-        check_unchanged(work.before)
+        check_unchanged(work.reading)
         write_sealed(out / f"{part}plan.json", record)
     write_sealed(out / f"{part}plan.json", {**record, "ended": True})
 
@@ -467,12 +469,11 @@ def prepare(out, workers=1, force=False, **choices):
             return tokens
         try:
             if recipe["shuffle"] is not None:
-                work.units = shuffled_units(recipe["source"], recipe["subset"], work.units, work.reading,
-                                            recipe["val_fraction"], recipe["shuffle"], meta["inputs"], work.before)
+                work.units = shuffled_units(work.units, work.reading, recipe, meta["inputs"])
             prepare_part(folder, "", range(len(work.units)), work, workers)
             return join(folder, [""], meta)
         except DataError:
-            if work.before:  # local files: the same ones would fail again, and others need other shards
+            if work.reading.files:  # local files: the same ones would fail again, and others need other shards
                 discard(folder)
             raise
 

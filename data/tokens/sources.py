@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,8 +47,9 @@ class Reading:
     encoding: str = None  # of text that is not UTF-8
     separator: str = None  # between the documents of a text
     endings: tuple = ()  # other files to read as text: .md, or wiki_* for names
+    files: dict = field(default_factory=dict)  # {path of a local file: what changes when it is replaced or written to}
     splits: dict = field(default_factory=dict)  # {path: train or val}, if the files' names say so
-    left_out: dict = field(default_factory=dict)  # {why: [number, first path]}
+    left_out: dict = field(default_factory=lambda: defaultdict(list))  # {why: [path, ...]}
 
     def __post_init__(self):
         for shown, meant in {"\\n": "\n", "\\r": "\r", "\\t": "\t"}.items():
@@ -57,9 +59,6 @@ class Reading:
         except LookupError:
             raise DataError(f"--encoding={self.encoding} is unknown: latin-1, cp1252, utf-16-le, shift_jis, gb18030 "
                             "and others of Python's codecs") from None
-
-    def leave_out(self, why, path):
-        self.left_out.setdefault(why, [0, str(path)])[0] += 1
 
     def kind(self, path):
         """parquet, json, text, or None for another file."""
@@ -85,57 +84,56 @@ def local_units(paths, reading):
     """[[Path, ...], ...]: the files, including those in folders, in units. Raises DataError."""
     units, size, seen = [], UNIT_BYTES, set()
     for path in paths:
-        if not path.exists():
-            raise DataError(f"--files {path}: no such file or folder")
+        if not path.is_file() and not path.is_dir():
+            raise DataError(f"--files {path} is neither a file nor a folder: check the path, or save what it gives as "
+                            "a file")
         for file in walk(path, reading, seen):
             n_bytes = file.stat().st_size
             if reading.kind(file) is None:
                 ending = os.path.splitext(unpacked(file.name))[1]
-                reading.leave_out(f"ending in {ending}" if ending else "without an ending", file)
+                reading.left_out[f"ending in {ending}" if ending else "without an ending"].append(file)
             elif not n_bytes or n_bytes <= SMALL and not any(text for text, _ in read_file(file, reading)):
-                reading.leave_out("empty", file)
+                reading.left_out["empty"].append(file)
             else:
                 if size >= UNIT_BYTES:
                     units.append([])
                     size = 0
                 units[-1].append(file)
                 size += n_bytes
+                reading.files[file] = stamp(file)
     if not units:
         raise DataError(f"--files {' '.join(map(str, paths))}: nothing to read; no file ends in .parquet, "
-                        f"{', '.join(JSON_ENDINGS)} or .txt{about(reading.left_out)}: --endings=.md says what else is "
-                        "text; tables, PDFs and archives are converted first: docs/your-data.md")
+                        f"{', '.join(JSON_ENDINGS)} or .txt; {about(reading.left_out)}: --endings=.md says what else "
+                        "is text; tables, PDFs and archives are converted first: docs/your-data.md")
     return units
 
 
 def walk(path, reading, seen):
-    """The files at and below a path, sorted by name, each once, without hidden ones. Raises DataError."""
+    """The files at and below a path, sorted by name, each once, without hidden ones."""
     real = path.resolve()
     if real in seen:
-        reading.leave_out("met twice", path)
+        reading.left_out["met twice"].append(path)
         return
     seen.add(real)
     if path.is_file():
         yield path
-        return
-    if not path.is_dir():
-        raise DataError(f"--files {path} is neither a file nor a folder: save what it gives as a file")
-    for name in sorted(os.listdir(path)):
-        below = path / name
-        if name.startswith(".") or name == "__MACOSX":
-            reading.leave_out("hidden", below)
-        elif below.is_dir() or below.is_file():
-            yield from walk(below, reading, seen)
-        else:
-            reading.leave_out("links to nothing, or no files", below)
+    elif not path.is_dir():
+        reading.left_out["links to nothing, or no files"].append(path)
+    else:
+        for name in sorted(os.listdir(path)):
+            if name.startswith(".") or name == "__MACOSX":
+                reading.left_out["hidden"].append(path / name)
+            else:
+                yield from walk(path / name, reading, seen)
 
 
 def about(left_out):
     """What was left out, in words: the most frequent reasons."""
-    reasons = sorted(left_out.items(), key=lambda item: -item[1][0])
-    parts = [f"{n:,} {why} ({path})" for why, (n, path) in reasons[:MOST_SAID]]
-    if rest := sum(n for _, (n, _) in reasons[MOST_SAID:]):
-        parts.append(f"{rest:,} others")
-    return f"; left out: {', '.join(parts)}" if parts else ""
+    reasons = sorted(left_out.items(), key=lambda item: -len(item[1]))
+    parts = [f"{len(paths):,} {why} ({paths[0]})" for why, paths in reasons[:MOST_SAID]]
+    if reasons[MOST_SAID:]:
+        parts.append("and others")
+    return f"left out: {', '.join(parts)}" if parts else "no file was left out"
 
 
 def hub_units(source, subset):
@@ -148,8 +146,8 @@ def hub_units(source, subset):
         streams = datasets.load_dataset(source, subset, streaming=True)
         if "train" in streams:
             official = next((name for name in OFFICIAL if name in streams), None)
-            names = {"train": "train"} | ({"val": official} if official else {})
-            return [(split if official else None, functools.partial(streams[name].shard, streams[name].num_shards, i))
+            names = {"train": "train", "val": official} if official else {None: "train"}
+            return [(split, functools.partial(streams[name].shard, streams[name].num_shards, i))
                     for split, name in names.items() for i in range(streams[name].num_shards)]
     except Exception as error:  # the hub's client has a dozen exceptions for "cannot be reached"
         raise DataError(f"{source} cannot be streamed ({in_short(error)}): check name, --subset and network, or bring "
@@ -158,37 +156,35 @@ def hub_units(source, subset):
                     "files here and pass --files")
 
 
-def shuffled_units(source, subset, units, reading, val_fraction, seed, key, before):
+def shuffled_units(units, reading, recipe, key):
     """[(split, function that opens a part), ...] of datasets' train_test_split. Raises DataError.
 
-    units: of local files, or None; key: the hash of their content, under which their documents are cached; before:
-    their stamps.
+    units: of local files, or None; key: the hash of their content, under which their documents are cached.
     """
     try:
         import datasets
 
         if units is None:
-            whole = datasets.load_dataset(source, subset, split="train")
+            whole = datasets.load_dataset(recipe["source"], recipe["subset"], split="train")
         else:
-            whole = datasets.Dataset.from_generator(functools.partial(rows, units, reading, before),
-                                                    fingerprint=key[:16])
+            whole = datasets.Dataset.from_generator(functools.partial(rows, units, reading), fingerprint=key[:16])
     except Exception as error:
         error = error.__cause__ or error  # raised in a generator, such as a DataError from read_file
         if isinstance(error, DataError):
             raise error from None
-        raise DataError(f"{source or 'the files'} cannot be loaded ({in_short(error)}): check name, network and disk, "
-                        "or bring its files here and pass --files") from None
+        raise DataError(f"{recipe['source'] or 'the files'} cannot be loaded ({in_short(error)}): check name, network "
+                        "and disk, or bring its files here and pass --files") from None
     try:
-        parts = whole.train_test_split(test_size=val_fraction, seed=seed)
+        parts = whole.train_test_split(test_size=recipe["val_fraction"], seed=recipe["shuffle"])
     except ValueError as error:
-        raise DataError(f"{len(whole):,} documents cannot be split at --val_fraction {val_fraction:g} "
+        raise DataError(f"{len(whole):,} documents cannot be split at --val_fraction {recipe['val_fraction']:g} "
                         f"({in_short(error)})") from None
     return [(split, functools.partial(part.select, range(i, min(i + UNIT_DOCUMENTS, len(part)))))
             for split, part in (("train", parts["train"]), ("val", parts["test"]))
             for i in range(0, len(part), UNIT_DOCUMENTS)]
 
 
-def rows(units, reading, before):
+def rows(units, reading):
     """The documents of local files as rows of a Dataset. Raises DataError."""
     pieces = []
     for unit in units:
@@ -197,18 +193,12 @@ def rows(units, reading, before):
             if end:
                 yield {reading.column: "".join(pieces)}
                 pieces.clear()
-    check_unchanged(before)  # or the cache would hold other documents under this content's key
+    check_unchanged(reading)  # or the cache would hold other documents under this content's key
 
 
-def stamps(units):
-    """{path: what changes when the file is replaced or written to} of units of local files; {} of other units."""
-    paths = [path for unit in units or () if isinstance(unit, list) for path in unit]
-    return {path: stamp(path) for path in paths}
-
-
-def check_unchanged(before):
-    """Raises DataError if a local file has changed since its stamp in `before`."""
-    for path, known in before.items():
+def check_unchanged(reading):
+    """Raises DataError if a local file has changed since it was found."""
+    for path, known in reading.files.items():
         if stamp(path) != known:
             raise DataError(f"{path} changed while it was read: leave it alone, and prepare again")
 
@@ -345,24 +335,21 @@ def decoded(stream, encoding):
     name = BOMS.get(bom) or encoding or "utf-8"
     decoder = codecs.getincrementaldecoder(name)()
     place = len(bom)
+    zeros_are_text = bom or encoding and codecs.lookup(encoding).name == "utf-8"
     for chunk in itertools.chain([first[len(bom):]], iter(lambda: stream.read(PIECE_CHARS), b""), [b""]):
-        zero = -1 if bom or encoding else chunk.find(0)
-        if zero >= 0:
-            raise ValueError(f"byte {place + zero:,} is a zero: give --encoding: utf-16-le, or utf-8 if it is text")
         before = len(decoder.getstate()[0])  # bytes of an incomplete character
         try:
             text = decoder.decode(chunk, final=not chunk)
-            if "\0" in text and encoding and codecs.lookup(name).name != "utf-8":
-                raise UnicodeDecodeError(name, chunk, text.index("\0"), len(chunk), "a zero")
-            yield text.replace(*ZERO)
         except UnicodeError as error:
             byte = place - before + getattr(error, "start", 0)
-            remedy = "give --encoding, such as latin-1 or cp1252"
+            remedy = "give another --encoding, such as latin-1, cp1252 or utf-16-le"
             if bom:
                 remedy = "its byte order mark says that it is, so save it again"
-            elif encoding:
-                remedy = "give another --encoding"
             raise ValueError(f"byte {byte:,} is not {name}: {remedy}") from None
+        if "\0" in text and not zeros_are_text:
+            raise ValueError(f"byte {place + chunk.find(0):,} is a zero: give --encoding: utf-16-le, or utf-8 if it is "
+                             "text")
+        yield text.replace(*ZERO)
         place += len(chunk)
 
 
