@@ -6,6 +6,7 @@ The statistics are tests of chance with fixed seeds: a p-value below 1e-4 fails.
     python -m pytest tests/test_recall.py
 """
 
+import functools
 import json
 import math
 from itertools import combinations, permutations, product
@@ -308,8 +309,8 @@ def test_the_rate_is_a_cosine_stepped_once_per_epoch():
 def test_accuracy_is_that_of_answers_one_example_at_a_time():
     config = config_of("attention", test_examples=40, train_examples=50, dtype="float32", micro_batch_size=16)
     model, data = tiny("attention").train(), cell.RecallData(config, torch.device("cpu"))
-    evaluate = cell.Evaluate(config, data)
-    right, loss = evaluate.answers(model, data.test)
+    answers = functools.partial(cell.answers, config, model, device=torch.device("cpu"))
+    right, loss = answers(data.test)
     assert model.training
     model.eval()
     nats = []
@@ -323,10 +324,10 @@ def test_accuracy_is_that_of_answers_one_example_at_a_time():
     rows = {(b["from"], b["to"]): b["accuracy"] for b in cell.by_distance(right, data.test.distances())}
     assert rows[4, 8] == right[(data.test.distances() >= 4) & (data.test.distances() < 8)].mean()
     fresh = generate(config.task(4), 60, config.seed, "pairs")  # in neither of the sets
-    row = next(row for row in evaluate.by_pairs(model, 60) if row["pairs"] == 4)
-    assert row == {"pairs": 4, "queries": 240, "accuracy": evaluate.answers(model, fresh)[0].mean()}
+    row = next(row for row in cell.by_pairs(config, model, data.device, 60) if row["pairs"] == 4)
+    assert row == {"pairs": 4, "queries": 240, "accuracy": answers(fresh)[0].mean()}
     config.stop_at = right.mean()  # reached exactly
-    assert evaluate(model)["reached"]
+    assert cell.evaluate(config, data, model)["reached"]
 
 
 def test_an_epoch_has_every_example_once_however_it_is_shared():

@@ -42,7 +42,7 @@ from data.epochs import epoch_order
 from experiments import figures, records
 from experiments.vision import report
 from experiments.vision import sweep as sweep_of_images
-from experiments.vision.classify import Evaluate, Vision, VisionConfig, build_model
+from experiments.vision.classify import Vision, VisionConfig, build_model, evaluate, outcome
 from inspection import counting
 from kernels.scan import longhorn_scan
 from model import Longhorn, Mamba
@@ -389,7 +389,7 @@ def test_the_records_of_a_run(whole):
         assert result[f"{name}_accuracy"] == pytest.approx((logits.argmax(-1) == y).double().mean().item())
         assert result[f"{name}_loss"] == pytest.approx(F.cross_entropy(logits, y).item(), rel=1e-5)
     assert result["val_accuracy"] != result["ema_accuracy"]
-    Evaluate(small(), data)(vision.train())
+    evaluate(small(), data, vision.train())
     assert vision.training
 
 
@@ -434,13 +434,13 @@ def test_stopped_and_resumed_bit_for_bit(whole, tmp_path, monkeypatch):
 
 def test_processes_share_the_validation_images(monkeypatch):
     data, answers = images.ImageData(small(), torch.device("cpu")), []
-    model, evaluate = build_model(small(), "cpu"), Evaluate(small(), data)
-    whole = evaluate.outcome(model)
+    model = build_model(small(), "cpu")
+    whole = outcome(small(), data, model)
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "sum_over_ranks", lambda a, device: answers.append(a) or sum(answers))
     for rank in (0, 1):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        monkeypatch.setattr(distributed, "sum_over_ranks", lambda a, device: answers.append(a) or sum(answers))
-        shared = evaluate.outcome(model)
+        shared = outcome(small(), data, model)
     assert shared == pytest.approx(whole, rel=1e-6) and all(0 < (a != 0).sum() < 700 for a in answers)
 
 

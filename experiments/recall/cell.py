@@ -12,6 +12,7 @@ to stop, and in Figure 4 which learning rate counts. The examples behind `by_pai
 """
 
 import contextlib
+import functools
 import math
 import sys
 from dataclasses import dataclass
@@ -136,44 +137,44 @@ class RecallData(EpochData):
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
-class Evaluate:
+def evaluate(config, data, model, final=False):
     """Accuracy on the test examples, on every process; at the end also by distance and by number of pairs."""
+    right, loss = answers(config, model, data.test, data.device)
+    accuracy = right.mean().item()
+    reached = accuracy >= config.stop_at
+    metrics = {"val_loss": loss, "accuracy": accuracy, "stop": reached}
+    if final or reached:
+        metrics |= {"reached": reached, "state_size": state_size(model),
+                    "by_distance": by_distance(right, data.test.distances()),
+                    "by_pairs": by_pairs(config, model, data.device)}
+    return metrics
 
-    def __init__(self, config, data):
-        self.config, self.test, self.device = config, data.test, data.device
 
-    def __call__(self, model, final=False):
-        right, loss = self.answers(model, self.test)
-        accuracy = right.mean().item()
-        metrics = {"val_loss": loss, "accuracy": accuracy, "stop": accuracy >= self.config.stop_at}
-        if final or metrics["stop"]:
-            metrics |= {"reached": metrics["stop"], "state_size": state_size(model),
-                        "by_distance": by_distance(right, self.test.distances()), "by_pairs": self.by_pairs(model)}
-        return metrics
+@torch.no_grad()
+def answers(config, model, examples, device):
+    """((n, P) float64, 1.0 for right answers, in the order of query positions; the mean loss in nats)."""
+    model.eval()
+    right = []
+    total = 0.0
+    for i in range(0, len(examples), config.micro_batch_size):
+        idx, targets = examples.batch(slice(i, i + config.micro_batch_size), device)
+        with distributed.autocast(config, device):
+            logits, loss = model(idx, targets)  # (queries, vocab_size)
+        right.append((logits.argmax(-1) == targets[targets >= 0]).view(len(idx), -1).double().cpu())
+        total += loss.item() * len(idx)
+    model.train()
+    return torch.cat(right).numpy(), total / len(examples)
 
-    @torch.no_grad()
-    def answers(self, model, examples):
-        """((n, P) float64, 1.0 for right answers, in the order of query positions; the mean loss in nats)."""
-        model.eval()
-        right, total = [], 0.0
-        for i in range(0, len(examples), self.config.micro_batch_size):
-            idx, targets = examples.batch(slice(i, i + self.config.micro_batch_size), self.device)
-            with distributed.autocast(self.config, self.device):
-                logits, loss = model(idx, targets)  # (queries, vocab_size)
-            right.append((logits.argmax(-1) == targets[targets >= 0]).view(len(idx), -1).double().cpu())
-            total += loss.item() * len(idx)
-        model.train()
-        return torch.cat(right).numpy(), total / len(examples)
 
-    def by_pairs(self, model, examples=1000):
-        """Accuracy on new examples with fewer and more pairs than in training: [{"pairs", "queries", "accuracy"}]."""
-        config, rows = self.config, []
-        for pairs in sorted({config.pairs, *(2**i for i in range(2, 20) if 4 * 2**i <= config.block_size)}):
-            with contextlib.suppress(ConfigError):  # the vocabulary has too few keys
-                fresh = generate(config.task(pairs), examples, config.seed, "pairs")
-                right, _ = self.answers(model, fresh)
-                rows.append({"pairs": pairs, "queries": right.size, "accuracy": right.mean().item()})
-        return rows
+def by_pairs(config, model, device, examples=1000):
+    """Accuracy on new examples with fewer and more pairs than in training: [{"pairs", "queries", "accuracy"}]."""
+    rows = []
+    for pairs in sorted({config.pairs, *(2**i for i in range(2, 20) if 4 * 2**i <= config.block_size)}):
+        with contextlib.suppress(ConfigError):  # the vocabulary has too few keys
+            fresh = generate(config.task(pairs), examples, config.seed, "pairs")
+            right, _ = answers(config, model, fresh, device)
+            rows.append({"pairs": pairs, "queries": right.size, "accuracy": right.mean().item()})
+    return rows
 
 
 def by_distance(right, distances):
@@ -201,7 +202,7 @@ def main(argv):
     train.seed_all(config.seed)
     model, data = build_model(config, device), RecallData(config, device)
     distributed.say(checkpoint.Initial(config).load(model, data))
-    train.train(config, model, data, Evaluate(config, data), rate_factor)
+    train.train(config, model, data, functools.partial(evaluate, config, data), rate_factor)
 
 
 if __name__ == "__main__":

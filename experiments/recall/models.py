@@ -30,7 +30,7 @@ from inspection import counting
 from kernels.linear_attention import retention
 from kernels.ops import causal_conv1d, cross_entropy, linear_cross_entropy
 from mixers import DeltaNet
-from model import FAMILIES, LM, Layer, norm_of
+from model import FAMILIES, LM, POSITIONS, Layer, norm_of
 
 # ---------------------------------------------------------------------------------------------------- long convolutions
 
@@ -262,8 +262,15 @@ class DroppingLayer(Layer):
 class Positions(nn.Embedding):
     """A learned vector for each position, added to the embedding."""
 
+    def __init__(self, config):
+        super().__init__(config.block_size, config.n_embd)
+        nn.init.normal_(self.weight, std=0.02)
+
     def forward(self, T, state):
         return self.weight[:T]
+
+
+POSITIONS["attention"] = Positions  # the others know the order of tokens without
 
 
 class Recall(LM):
@@ -271,12 +278,6 @@ class Recall(LM):
 
     Its config is an experiments.recall.cell.RecallConfig. Raises ValueError for an unknown mixer.
     """
-
-    def __init__(self, config):
-        super().__init__(config)
-        if config.model == "attention":  # the others know the order of tokens without
-            self.positions = Positions(config.block_size, config.n_embd)
-            nn.init.normal_(self.positions.weight, std=0.02)
 
     def build_layers(self, config):
         if config.model not in MIXERS:

@@ -50,8 +50,8 @@ def summarise(runs):
     points = []
     for (T, width, mixer), group in counted.groupby(["T", "n_embd", "mixer"]):
         at_rate = group.groupby("learning_rate")
-        rates = at_rate.accuracy.mean()
-        rate = max(rates.index, key=lambda rate: (len(at_rate.get_group(rate)), rates[rate], -rate))
+        tried = at_rate.accuracy.agg(["size", "mean"])
+        rate = tried.sort_values(["size", "mean"], ascending=False, kind="stable").index[0]
         best = at_rate.get_group(rate)
         ended = best[best.left_out == ""]
         if ended.empty:
@@ -62,15 +62,15 @@ def summarise(runs):
         if len(recalls) > 1:
             shown += f" ({min(recalls):.1%} .. {max(recalls):.1%}, {len(recalls)} seeds)"
         points.append({
-            "T": T, "n_embd": width, "mixer": mixer, "name": name_of(mixer), "order": family_order(mixer),
-            "recalls": recalls, "low": min(recalls), "high": max(recalls), "recall": best.recall.mean(), "shown": shown,
+            "T": T, "n_embd": width, "mixer": mixer, "name": name_of(mixer), "recalls": recalls,
+            "low": min(recalls), "high": max(recalls), "recall": best.recall.mean(), "shown": shown,
             "learning_rate": rate, "half": half,
-            "at_all_rates": ", ".join(f"{rate:g}: {share:.1%}" for rate, share in rates.items()),
+            "at_all_rates": ", ".join(f"{rate:g}: {share:.1%}" for rate, share in tried["mean"].items()),
             "steps": "; ".join(f"{rate:g}: {in_words(steps)}" for rate, steps in half.items()),
             "epochs": ended.epochs.mean(), "seconds": ended.seconds.mean(),
             **ended[["pairs", "parameters", "state_size"]].iloc[0],
             "by_distance": pooled(ended.by_distance), "by_pairs": pooled(ended.by_pairs)})
-    points.sort(key=lambda point: (point["T"], point["n_embd"], point["order"]))
+    points.sort(key=lambda point: (point["T"], point["n_embd"], family_order(point["mixer"])))
     return pandas.DataFrame(points)
 
 
@@ -92,14 +92,14 @@ def pooled(shares):
 def mann_whitney(a, b):
     """Two-sided p that two samples have the same distribution, exact even with ties; inf ties with inf."""
     ranks = (2 * rankdata([*a, *b])).astype(int).tolist()  # doubled, so that ties have integer ranks
-    ways = [Counter({0: 1})] + [Counter() for _ in a]  # ways[k][s]: how many choices of k ranks have the sum s
+    ways = Counter({(0, 0): 1})  # {(k, s): how many choices of k ranks have the sum s}
     for rank in ranks:
-        for k in reversed(range(len(a))):
-            for s, n in ways[k].items():
-                ways[k + 1][s + rank] += n
+        for (k, s), n in [*ways.items()]:
+            ways[k + 1, s + rank] += n
     expected = len(a) * (len(ranks) + 1)
     off = abs(sum(ranks[:len(a)]) - expected)
-    return sum(n for s, n in ways[-1].items() if abs(s - expected) >= off) / ways[-1].total()
+    as_far = sum(n for (k, s), n in ways.items() if k == len(a) and abs(s - expected) >= off)
+    return as_far / math.comb(len(ranks), len(a))
 
 
 # ----------------------------------------------------------------------------------------------------------------- page
@@ -149,18 +149,16 @@ def panels(points):
     """Recall against width, a panel per T; if there is one width, a line per mixer with its seeds."""
     drawn = []
     for T, group in points.groupby("T"):
-        title = f"T = {T}, {group.pairs.iloc[0]} pairs"
-        widths = group.n_embd.unique()
-        curves = []
-        for (mixer, name), of in group.groupby(["mixer", "name"], sort=False):
-            if len(widths) > 1:
-                curves.append(Curve(mixer, name, of.n_embd, of.recall, of.low, of.high))
-            else:
-                curves.append(Curve(mixer, f"{name} {of.recall.item():.1%}", (), of.recalls.item(), of.low, of.high))
-        if len(widths) > 1:
+        first = group.iloc[0]
+        title = f"T = {T}, {first.pairs} pairs"
+        if group.n_embd.nunique() > 1:
+            curves = [Curve(mixer, name, of.n_embd, of.recall, of.low, of.high)
+                      for (mixer, name), of in group.groupby(["mixer", "name"], sort=False)]
             drawn.append(Panel(title, "width", "recall", curves, log="x"))
         else:
-            drawn.append(Panel(f"{title}, width {widths[0]}", "recall", "", curves))
+            curves = [Curve(of.mixer, f"{of.name} {of.recall:.1%}", (), of.recalls, of.low, of.high)
+                      for of in group.itertuples()]
+            drawn.append(Panel(f"{title}, width {first.n_embd}", "recall", "", curves))
     return drawn
 
 

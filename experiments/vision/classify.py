@@ -16,6 +16,7 @@
 A block is one residual branch with RMSNorm in float32; a ViT has LayerNorm, attention and MLP.
 """
 
+import functools
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -166,8 +167,8 @@ class ImageBranch(Branch):
 
     skip = 0.0
 
-    def forward(self, h, *given):
-        y, *more = super().forward(h, *given)
+    def forward(self, h):
+        y, *more = super().forward(h)
         if self.skip and self.training:
             y = y * (torch.rand(len(y), 1, 1, device=y.device) >= self.skip).to(y.dtype) / (1 - self.skip)
         return y, *more
@@ -273,34 +274,31 @@ def tokens_of(config):
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
-class Evaluate:
-    """Accuracy and loss on all validation images, split over processes; with ema also for the average."""
+def evaluate(config, data, model, final=False):
+    """{"val_loss": nats per image, "val_accuracy", "val_images"} on all validation images; with ema also "ema_loss",
+    "ema_accuracy" of the average."""
+    loss, accuracy = outcome(config, data, model)
+    metrics = {"val_loss": loss, "val_accuracy": accuracy, "val_images": len(data.val.labels)}
+    if model.average is not None:
+        metrics["ema_loss"], metrics["ema_accuracy"] = outcome(config, data, model.average.module)
+    return metrics
 
-    def __init__(self, config, data):
-        self.config, self.data = config, data
 
-    def __call__(self, model, final=False):
-        """{"val_loss": nats per image, "val_accuracy", "val_images"}, and "ema_loss", "ema_accuracy"."""
-        loss, accuracy = self.outcome(model)
-        metrics = {"val_loss": loss, "val_accuracy": accuracy, "val_images": len(self.data.val.labels)}
-        if model.average is not None:
-            metrics["ema_loss"], metrics["ema_accuracy"] = self.outcome(model.average.module)
-        return metrics
-
-    @torch.no_grad()
-    def outcome(self, model):
-        """The mean loss in nats and the share of right answers over the validation images, on every process."""
-        n, world = len(self.data.val.labels), distributed.world_size()
-        answers = torch.zeros(2, n, dtype=torch.float64)  # losses, and 1.0 for right answers; each process has some
-        model.eval()
-        for rows, x, y in self.data.eval_batches(np.arange(distributed.rank(), n, world), self.config.micro_batch_size):
-            with distributed.autocast(self.config, x.device):
-                logits, _ = model(x)
-            answers[0, rows] = F.cross_entropy(logits.float(), y, reduction="none").double().cpu()
-            answers[1, rows] = (logits.argmax(-1) == y).double().cpu()
-        model.train()
-        losses, right = distributed.sum_over_ranks(answers, self.data.device).cpu().numpy()
-        return losses.mean().item(), right.mean().item()
+@torch.no_grad()
+def outcome(config, data, model):
+    """The mean loss in nats and the share of right answers, on every process. The processes share the images."""
+    n = len(data.val.labels)
+    mine = np.arange(distributed.rank(), n, distributed.world_size())
+    answers = torch.zeros(2, n, dtype=torch.float64)  # losses, and 1.0 for right answers; each process has some
+    model.eval()
+    for rows, x, y in data.eval_batches(mine, config.micro_batch_size):
+        with distributed.autocast(config, x.device):
+            logits, _ = model(x)
+        answers[0, rows] = F.cross_entropy(logits.float(), y, reduction="none").double().cpu()
+        answers[1, rows] = (logits.argmax(-1) == y).double().cpu()
+    model.train()
+    losses, right = distributed.sum_over_ranks(answers, data.device).cpu().numpy()
+    return losses.mean().item(), right.mean().item()
 
 
 # -------------------------------------------------------------------------------------------------------------- set-up
@@ -341,7 +339,7 @@ def main(config):
     distributed.say(checkpoint.Initial(config).load(model, data))
     if config.ema:
         model.keep_average()
-    train.train(config, model, data, Evaluate(config, data))
+    train.train(config, model, data, functools.partial(evaluate, config, data))
 
 
 if __name__ == "__main__":
