@@ -77,22 +77,20 @@ def test_the_records_of_lengths_are_those_of_whole_passes(family, capsys):
     losses = {}
     for row in measured:
         T = row["length"]
-        x, y = rows[:, :-1].reshape(-1, T), rows[:, 1:].reshape(-1, T)
-        losses[T] = token_losses(lm, x, y).reshape(3, 128)
+        losses[T] = token_losses(lm, rows[:, :-1].reshape(-1, T), rows[:, 1:].reshape(-1, T)).reshape(3, 128)
         means = losses[T].mean(1)
-        assert row["loss"] == pytest.approx(means.mean(), rel=1e-5)
-        assert row["loss_standard_error"] == pytest.approx(stats.sem(means), rel=1e-3)
+        wanted = {"loss": means.mean(), "perplexity": math.exp(means.mean()), "tokens": 384, "sequences": 384 // T}
+        assert {key: row[key] for key in wanted} == pytest.approx(wanted, rel=1e-5)
         assert row["losses_of_longest_sequences"] == pytest.approx(means, rel=1e-5)
-        assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
-        assert (row["tokens"], row["sequences"]) == (384, 384 // T)
+        assert row["loss_standard_error"] == pytest.approx(stats.sem(means), rel=1e-3)
     change, last = losses[128] - losses[8], measured[-1]
     assert "difference" not in measured[0] and last["against"] == 8
     assert last["difference"] == pytest.approx(change.mean(), abs=1e-6)
     assert last["difference_standard_error"] == pytest.approx(stats.sem(change.mean(1)), rel=1e-3)
-    edges = last["difference_by_place"]["edges"]
-    assert edges == [0, 1, 2, 4, 8, 16, 32, 64, 128]
-    places = [change[:, low:high].mean() for low, high in itertools.pairwise(edges)]
-    assert last["difference_by_place"]["difference"] == pytest.approx(places, abs=1e-5)
+    by_place = last["difference_by_place"]
+    assert by_place["edges"] == [0, 1, 2, 4, 8, 16, 32, 64, 128]
+    places = [change[:, low:high].mean() for low, high in itertools.pairwise(by_place["edges"])]
+    assert by_place["difference"] == pytest.approx(places, abs=1e-5)
     assert f"128  loss {last['loss']:.4f} +- " in capsys.readouterr().out.splitlines()[2]
 
 
@@ -157,21 +155,19 @@ def test_a_preset_is_trained_read_and_reported(corpus, tmp_path, monkeypatch, ca
     assert main(["run", "--preset=laptop", "--chunk=32", f"--out={out}"]) == 1  # some were not trained
     assert asked == {"prepared": "package", "cells": ex.plan("laptop")}
     assert "FAILED mamba: it diverged" in capsys.readouterr().out
-    longhorn, llama, limited = json.loads(out.read_text())["extrapolation"]
-    assert (longhorn["run"], llama["run"], limited["run"]) == ("longhorn", "llama", "llama, last 16 tokens")
-    text = longhorn["text"]
-    assert text == llama["text"] and text["starts"] == [0, 340] and text["documents"] == ["a", "c"]
+    runs = records.read(out)
+    assert runs.run.tolist() == ["longhorn", "llama", "llama, last 16 tokens"]
+    text, data = runs.text[0], prepared.Tokens(corpus)
+    assert text == runs.text[1] and text["starts"] == [0, 340] and text["documents"] == ["a", "c"]
     assert text["trained_on_this_data"]
-    data = prepared.Tokens(corpus)
-    assert llama["checkpoint"]["code"] == "abc" and llama["checkpoint"]["data"] == data.sha256
+    assert runs.checkpoint[1]["code"] == "abc" and runs.checkpoint[1]["data"] == data.sha256
     rows = torch.from_numpy(np.stack([data.val[0:257], data.val[340:597]]).astype(np.int64))
     want = token_losses(tiny("llama"), rows[:, :-1], rows[:, 1:]).mean(1)
-    assert llama["lengths"][-1]["losses_of_longest_sequences"] == pytest.approx(want, rel=1e-5)
+    assert runs.lengths[1][-1]["losses_of_longest_sequences"] == pytest.approx(want, rel=1e-5)
+    assert runs.loss_256[1] == pytest.approx(want.mean(), rel=1e-5)
     page = re.sub(" +", " ", out.with_suffix(".md").read_text())
     assert "2 sequences of 256 tokens of corpus, within documents" in page and "NOT all" not in page
     assert out.with_suffix(".png").stat().st_size > 10_000
-    runs = records.read(out)
-    assert runs.loss_256.tolist() == [run["lengths"][-1]["loss"] for run in (longhorn, llama, limited)]
     folder = out.with_suffix("")  # of the training runs: the evaluations are in the file beside it
     folder.mkdir()
     (folder / "plan.json").write_text(json.dumps({"cells": {run: {"run": run, "argv": []} for run in runs.run}}))
@@ -305,16 +301,15 @@ def test_other_steps_families_and_patterns_take_part():
 
 @pytest.mark.parametrize("preset", ["laptop", "gpu"])
 def test_the_plan_of_a_preset(preset):
-    configs, sizes = configs_of(ex.plan(preset)), {}
+    configs, sizes = configs_of(ex.plan(preset)), []
     for name, config in configs.items():
         assert (config.model, config.dataset, config.eval_block_size) == (name, "pystdlib_packages", config.block_size)
         with torch.device("meta"):
-            lm = LM(dataclasses.replace(config, vocab_size=256))
-        sizes[name] = counting.parameter_count(lm)["total"]
+            sizes.append(counting.parameter_count(LM(dataclasses.replace(config, vocab_size=256)))["total"])
     assert list(configs) == ["longhorn", "mamba", "llama", "gla", "retnet", "rwkv", "deltanet"]
     for key in ("block_size", "batch_tokens", "max_iters", "learning_rate", "min_lr", "seed", "n_layer", "n_embd"):
         assert len({getattr(c, key) for c in configs.values()}) == 1, key
     lengths = ex.PRESETS[preset]["lengths"]
     assert lengths[0] == configs["longhorn"].block_size and lengths[-1] >= 16 * lengths[0]
     assert all(lengths[-1] % T == 0 for T in lengths)
-    assert all(abs(n / sizes["longhorn"] - 1) < 0.07 for n in sizes.values()), sizes
+    assert sizes == pytest.approx([sizes[0]] * 7, rel=0.07)
