@@ -343,6 +343,7 @@ REFUSED = """
 --dataset=/none            /none/train
 --batch_images=13          12 training images
 --channels=2               channels 2
+--rand_augment=3 --channels=1   rand_augment 3 needs channels=3
 --mixup=0.6 --cutmix=0.6   mixup 0.6
 --mixup=0.5                pip install kornia
 --eval_tokens=9            not for images

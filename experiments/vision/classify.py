@@ -307,6 +307,8 @@ def check(config):
     """Raises ConfigError for settings that cannot work together, with any data."""
     if config.channels not in (1, 3):
         raise ConfigError(f"channels {config.channels} must be 1 (grey) or 3 (colours)")
+    if config.rand_augment and config.channels == 1:
+        raise ConfigError(f"rand_augment {config.rand_augment} needs channels=3: kornia's changes colours, too")
     if config.mixup + config.cutmix > 1:
         raise ConfigError(f"mixup {config.mixup} and cutmix {config.cutmix} add up to more than 1")
     train.check_not_set(config, (*train.TEXT_ONLY, "block_size", "vocab_size"), "is not for images: leave it out; "
