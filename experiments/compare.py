@@ -47,15 +47,12 @@ def best_rate(search):
         return None
     i = int(np.argmin(losses))
     rate = rates[i]
-    if i == 0:
-        return BestRate(rate, rate * 0.5, means)
-    if i == len(rates) - 1:
-        return BestRate(rate, rate * 2, means)
+    beyond = {len(rates) - 1: rate * 2, 0: rate * 0.5}.get(i)
     three = slice(i - 1, i + 2)
-    if np.isfinite(losses[three]).all():  # else a neighbour diverged, so no parabola
+    if not beyond and np.isfinite(losses[three]).all():  # else a neighbour diverged, so no parabola
         vertex, _, _ = parabola(np.log(rates[three]), losses[three])
         rate = float(f"{math.exp(vertex):.3g}")
-    return BestRate(rate, None, means)
+    return BestRate(rate, beyond, means)
 
 
 def parabola(x, y):
@@ -130,8 +127,9 @@ def rate_variance(a, b):
 
 # ----------------------------------------------------------------------------------------------------- two mean losses
 
-def document_variance(a, b, tokens):
-    """(variance, degrees of freedom) of the mean difference of a (seeds, documents) and b, over draws of documents.
+def document_variance(tokens, *groups):
+    """(variance, degrees of freedom) of the sum of the groups' mean losses, each (seeds, documents), over draws of
+    documents; for a difference one of two is negative.
 
     The noise of seeds within documents is subtracted, as it is counted with the seeds. So the estimate can be negative
     by chance. tokens (documents,) are weights.
@@ -139,10 +137,10 @@ def document_variance(a, b, tokens):
     w = tokens / tokens.sum()
     share = w * w * (1 - 2 * w + w @ w)  # share of a document's variance in w^2 (d - mean)^2, on average
     scale = (w @ w) / share.sum() if len(w) > 1 else 0.0
-    d = a.mean(0) - b.mean(0)
+    d = sum(x.mean(0) for x in groups)
     clustered = scale * (w * w) @ (d - w @ d) ** 2
     noise = 0.0
-    for x in (a, b):
+    for x in groups:
         if len(x) < 2:
             continue
         off = x - x.mean(0)
@@ -193,28 +191,27 @@ def difference(a, b, tokens, pooled=None, paired=False, rates=None):
     w = tokens / tokens.sum()
     x = a @ w
     y = b @ w
+    groups = [a, -b]
+    samples = [x, y]
     if paired and len(x) > (2 if pooled else 1):
-        parts = [(np.var(x - y, ddof=1) / len(x), len(x) - 1)]
-        a = a - b
-        b = np.zeros((1, len(w)))
-    elif pooled:
+        groups = [a - b]
+        samples = [x - y]
+        pooled = None
+    if pooled:
         sd, df = pooled
         parts = [(sd**2 * (1 / len(x) + 1 / len(y)), df)]
-    elif min(len(x), len(y)) < 2:
+    elif min(map(len, samples)) < 2:
         return None
     else:
-        parts = [(np.var(z, ddof=1) / len(z), len(z) - 1) for z in (x, y)]
+        parts = [(np.var(z, ddof=1) / len(z), len(z) - 1) for z in samples]
     of_seeds = sum(v for v, _ in parts)
-    of_documents, df = document_variance(a, b, tokens)
+    of_documents, df = document_variance(tokens, *groups)
     parts.append((max(of_documents, -0.3 * of_seeds), df))  # cutting at 0 would make it too large on average
     of_rates, df = rates or (0.0, 1)
     parts.append((of_rates, df))
     total, df, quantile = t_sum(parts)
     mean = float(x.mean() - y.mean())
-    if total <= 1e-24:  # the same runs twice
-        p = 1.0 if abs(mean) < 1e-12 else 0.0
-        return Difference(mean, mean, mean, 0.0, math.inf, p, 0.0, 0.0)
-    se = math.sqrt(total)
+    se = max(math.sqrt(total), 1e-12)  # 0 for the same runs twice
     p = float(2 * special.stdtr(df, -abs(mean) / se))
     return Difference(mean, mean - quantile * se, mean + quantile * se, se, df, p, math.sqrt(of_seeds),
                       math.sqrt(max(0.0, of_documents)), math.sqrt(of_rates))
@@ -257,7 +254,7 @@ def point_of_curve(family, tokens, main, families):
     if not spread:
         return None
     sd, df = spread
-    documents, df_documents = document_variance(change, np.zeros((1, len(w))), family.weights)
+    documents, df_documents = document_variance(family.weights, change)
     total, df, _ = t_sum([(sd**2 / len(change), df), (max(0.0, documents), df_documents)])
     return math.log(tokens / main), float((change @ w).mean()), math.sqrt(total), df
 
@@ -285,12 +282,13 @@ class Curve:
         self.x, self.y, self.se, self.df = np.array(sorted(points)).T
         i = 0 if self.x[0] < 0 else -1  # the shortest budget, or the longest if the main one is the shortest
         self.known = bool(-np.sign(self.x[i]) * self.y[i] > 2 * self.se[i])
-        # on the grid, a parabola in tokens^-0.35 through the points minus its value at the main budget is basis @ y
+        # on the grid, a parabola in tokens^-0.35 through the points minus its value at the main budget, where all
+        # powers are 1, is basis @ y
         self.grid = np.linspace(0, min(self.x[0] - math.log(2), -0.1), 400)
         degree = min(2, len(points) - 1)
         weight = 1 / (0.1 + np.abs(self.x))
         through = np.linalg.pinv(weight[:, None] * powers(self.x, degree)) * weight
-        self.basis = (powers(self.grid, degree) - powers(np.zeros(1), degree)) @ through
+        self.basis = (powers(self.grid, degree) - 1) @ through
 
     def rise(self, x):
         """How many nats the loss at x <= 0 is above that of the main budget."""

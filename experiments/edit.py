@@ -569,7 +569,7 @@ def over_texts(c, edit, decision, curve):
     """The verdict's interval of tokens with the variance over documents added, so it is never narrower."""
     heads, ours = (side.column("val_document_losses", decision.pairs) for side in (c.head, edit))
     weights = c.head.row(1)["val_document_tokens"]
-    variance, df = compare.document_variance(ours - heads, np.zeros((1, len(weights))), weights)
+    variance, df = compare.document_variance(weights, ours - heads)
     off = special.stdtrit(df, 1 - c.args.error / 2) * max(variance, 0.0) ** 0.5
     at, low, high = decision.interval
     ends = compare.log_tokens(decision.nats[0] + np.array([-off, off]), curve)

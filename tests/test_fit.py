@@ -312,7 +312,7 @@ def test_the_difference_of_pairs_is_the_paired_t():
         assert compare.difference(a[:n], b[:n], W, (0.01, 5), paired=True).df == 5
     effect = 0.02 * rng.standard_normal(9)  # per document: pairing removes only the noise of seeds
     d = compare.difference(a + effect, a, W, paired=True)
-    variance, _ = compare.document_variance(a[:1] + effect, a[:1], W)
+    variance, _ = compare.document_variance(W, a[:1] + effect, -a[:1])
     assert d.seeds_se < 1e-9 and d.documents_se == pytest.approx(math.sqrt(variance))
 
 
@@ -325,9 +325,9 @@ def test_documents_that_disagree_widen_a_difference():
         for _ in range(300):
             effect = 0.02 * rng.standard_normal(n)
             a, b = (noise * rng.standard_normal((5, n)) for _ in range(2))
-            errors.append(compare.document_variance(a + effect, b, w)[0])
+            errors.append(compare.document_variance(w, a + effect, -b)[0])
         assert np.mean(errors) == pytest.approx(0.02**2 * share, rel=0.2)
-        assert compare.document_variance(a, b, w)[1] == pytest.approx(1 / share - 1)
+        assert compare.document_variance(w, a, -b)[1] == pytest.approx(1 / share - 1)
     d = compare.difference(a + effect, b, w, (1e-9, 8))
     clustered = np.std((a + effect - b).mean(0), ddof=1) / math.sqrt(40)
     assert 0.9 * clustered < d.se < clustered  # the noise of five seeds per document is subtracted
@@ -339,7 +339,7 @@ def test_a_negative_variance_over_documents_takes_at_most_three_tenths_of_the_se
     for _ in range(20):
         a, b = 1 + 0.05 * rng.standard_normal((2, 3, 12))
         d = compare.difference(a, b, np.ones(12))
-        variance, _ = compare.document_variance(a, b, np.ones(12))
+        variance, _ = compare.document_variance(np.ones(12), a, -b)
         shares.append(variance / d.seeds_se**2)
         assert d.se**2 == pytest.approx(d.seeds_se**2 * (1 + max(shares[-1], -0.3)))
     assert min(shares) < -0.3 and any(-0.3 < share < 0 for share in shares)
