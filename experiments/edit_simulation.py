@@ -7,7 +7,6 @@ part of the noise (by default such that the pair's difference has the SD of the 
 noise of their trunk.
 """
 
-import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,24 +27,38 @@ ALPHA = 0.05
 USUAL_SD = 0.009  # nats, of pairs of 512 steps at 460K
 B, K = 0.75, 0.36  # HEAD's loss is E + B (D / whole)^-K nats: Longhorn 460K, 512 steps of 1,024 bytes
 PAIRS_IN_15_MINUTES = 36  # of 512 steps at 460K, on two cores at 25 s per pair
+
+
+def downwards(noise):
+    return lambda rng, shape: -noise(rng, shape)
+
+
+def exponential(rng, shape):
+    return rng.exponential(1, shape) - 1
+
+
+def lognormal(sigma):
+    return lambda rng, shape: rng.lognormal(0, sigma, shape) - np.exp(sigma**2 / 2)
+
+
+def rare(sd):
+    """One pair in ten is `sd` away."""
+    return lambda rng, shape: rng.standard_normal(shape) + sd * (rng.random(shape) < 0.1) - 0.1 * sd
+
+
 NOISE = {  # noise of a pair's difference, of mean 0; it is scaled to the SD of the cell
     "normal": lambda rng, shape: rng.standard_normal(shape),
     "heavy tails (t, 3 degrees of freedom)": lambda rng, shape: rng.standard_t(3, shape),
     "unequal (the edit's SD is twice HEAD's)": lambda rng, shape: (
         2 * rng.standard_normal(shape) - rng.standard_normal(shape)),
-    "exponential": lambda rng, shape: rng.exponential(1, shape) - 1,
-    "exponential, downwards": lambda rng, shape: 1 - rng.exponential(1, shape),
-    "lognormal (sigma 0.5)": lambda rng, shape: rng.lognormal(0, 0.5, shape) - np.exp(0.125),
-    "lognormal (sigma 1)": lambda rng, shape: rng.lognormal(0, 1, shape) - np.exp(0.5),
-    "lognormal (sigma 1), downwards": lambda rng, shape: np.exp(0.5) - rng.lognormal(0, 1, shape),
-    "one pair in ten 4 SD higher": lambda rng, shape: rng.standard_normal(shape) + 4 * (rng.random(shape) < 0.1) - 0.4,
-    "one pair in ten 4 SD lower": lambda rng, shape: rng.standard_normal(shape) - 4 * (rng.random(shape) < 0.1) + 0.4,
+    "exponential": exponential,
+    "exponential, downwards": downwards(exponential),
+    "lognormal (sigma 0.5)": lognormal(0.5),
+    "lognormal (sigma 1)": lognormal(1),
+    "lognormal (sigma 1), downwards": downwards(lognormal(1)),
+    "one pair in ten 4 SD higher": rare(4),
+    "one pair in ten 4 SD lower": rare(-4),
 }
-
-
-@functools.cache
-def planned(pairs):
-    return list(bounds(np.arange(1, pairs + 1) / pairs, ALPHA))
 
 
 def law(times):
@@ -60,27 +73,28 @@ def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, rng=0):
 
     sd: of a pair's difference; pairs: planned.
     """
-    rng, shape = np.random.default_rng(rng), (simulations, pairs)
-    noises = [NOISE[noise](rng, shape) for _ in range(2)]  # of the difference and the sum of a pair
+    rng = np.random.default_rng(rng)
+    noises = [NOISE[noise](rng, (simulations, pairs)) for _ in range(2)]  # of the difference and the sum of a pair
     difference, total = (sd / np.std(x) * x for x in noises)
     differences = difference + law(1 / times)
     head = (total - difference) / 2
     # a shorter run has half of HEAD's noise, from their trunk, and noise of its own: more than it really has
     apart = sd * rng.standard_normal((simulations, CURVE_PAIRS, 2))
     curves = law(np.array([1 / 4, 1 / 2])) + apart - head[:, :CURVE_PAIRS, None] / 2
-    open_, ends = np.arange(simulations), np.zeros((simulations, 3))
+    limits = list(bounds(np.arange(1, pairs + 1) / pairs, ALPHA))
     verdicts = np.full(simulations, "undecided", object)
-    bound = planned(pairs)
+    ends = np.zeros((simulations, 3))  # low, high, pairs
+    going = np.arange(simulations)
     for n in range(2, pairs + 1):
-        seen = differences[open_, :n], curves[open_, :min(n, CURVE_PAIRS)], bound[n - 1]
-        verdict, _, low, high, *_ = decide(*seen, resample=False)
+        seen = differences[going, :n], curves[going, :n]
+        verdict, _, low, high, *_ = decide(*seen, limits[n - 1], resample=False)
         told = np.flatnonzero(verdict != "undecided")
         for part in np.array_split(told, len(told) // 1000 + 1):  # 4,000 resampled pairs of each: it takes memory
-            verdict[part], _, low[part], high[part], *_ = decide(seen[0][part], seen[1][part], seen[2])
-        ends[open_] = np.stack([low, high, np.full(len(open_), n)], -1)
-        verdicts[open_] = verdict
-        open_ = open_[(verdict == "undecided") | (n < FEWEST)]
-        if not len(open_):
+            verdict[part], _, low[part], high[part], *_ = decide(*(x[part] for x in seen), limits[n - 1])
+        ends[going] = np.stack([low, high, np.full(len(going), n)], -1)
+        verdicts[going] = verdict
+        going = going[(verdict == "undecided") | (n < FEWEST)]
+        if not len(going):
             break
     low, high, count = ends.T
     truth = np.log(times)
