@@ -26,6 +26,7 @@ if __name__ == "__main__":  # an uncaught error would end with exit code 1, whic
 import contextlib
 import difflib
 import hashlib
+import itertools
 import json
 import shutil
 import subprocess
@@ -66,21 +67,23 @@ ALIKE = {"float32": 5e-4, "bfloat16": 2e-3}  # the same for 64 tokens that are c
 @dataclass
 class Version:
     """What is trained: `root` is a snapshot of `files` {path: hash} of a tree. name: for sentences; about: a
-    description."""
+    description; changed: the files that differ from HEAD's; out: the folder of an edit's record."""
 
     name: str
     about: str
     tree: Path
     root: Path = None
-    files: dict = None
-    probes: dict = field(default_factory=dict)  # {settings of train.py: what edit_probe.py says}
+    out: Path = None
+    changed: list = ()
+    files: dict = field(default_factory=dict)
+    probes: dict = field(default_factory=dict)  # {size: what edit_probe.py says}
+    sides: dict = field(default_factory=dict)  # {size: Side}
 
-    def probe(self, argv):
-        """What edit_probe.py says about the version with these settings. Raises ConfigError if it does not start."""
-        argv = (*argv, REPO / "data")  # where the vocabulary is
-        if argv not in self.probes:
-            self.probes[argv] = ask(PROBE, self.name, self.root or self.tree, *argv)
-        return self.probes[argv]
+    @property
+    def verdict(self):
+        """That of all sizes; "undecided" if they disagree."""
+        verdicts = {side.numbers["verdict"] for side in self.sides.values()}
+        return verdicts.pop() if len(verdicts) == 1 else "undecided"
 
 
 def output(command, otherwise, **how):
@@ -98,10 +101,10 @@ def ask(program, name, root, *arguments):
     return json.loads(said.splitlines()[-1])
 
 
-def commit_of(name, option=""):
-    """The hash of a commit or branch. Raises ConfigError with the option that named it."""
+def commit_of(name):
+    """The hash of a commit or branch."""
     return output(["git", "-C", REPO, "rev-parse", "--verify", f"{name}^{{commit}}"],
-                  f"{option}{name}: there is no such commit in {REPO}").decode().strip()
+                  f"{name}: there is no such commit in {REPO}").decode().strip()
 
 
 def checkout(code, commit, patch=None):
@@ -133,31 +136,29 @@ def take_todays_judge(tree):
 
 def snapshot(version, code, sizes):
     """Copy the files of a version's tree that training at these sizes loads to code/<their hash>, replacing links by
-    what they lead to. An earlier copy that was changed since is made again. Raises ConfigError if the tree is edited
-    meanwhile."""
-    version.files = {}
-    for argv in sizes.values():
-        version.files |= version.probe(argv)["files"]
+    what they lead to. An earlier copy that was changed since is made again. Raises ConfigError if the version does not
+    start, or the tree is edited meanwhile."""
+    for size, argv in sizes.items():
+        probe = ask(PROBE, version.name, version.tree, *argv, REPO / "data")  # where the vocabulary is
+        version.probes[size] = probe
+        version.files |= probe["files"]
+    version.root = code / short_hash(sorted(version.files.items()))
+    if holds(version.root, version.files):
+        return
     copy = Path(tempfile.mkdtemp(dir=code, prefix="tmp-"))
     for name in version.files:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(version.tree / name, copy / name)
     if not holds(copy, version.files):
         raise ConfigError(f"{version.name} was edited while this program was starting: start it again")
-    version.root = code / short_hash(sorted(version.files.items()))
-    if not holds(version.root, version.files):
-        with contextlib.suppress(FileNotFoundError):
-            version.root.rename(f"{copy}-was")
-        copy.rename(version.root)
+    shutil.rmtree(version.root, ignore_errors=True)
+    copy.rename(version.root)
 
 
 def holds(folder, files):
     """True if a folder has these files, {path: hash}."""
-    for name, known in files.items():
-        path = folder / name
-        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != known:
-            return False
-    return True
+    there = [name for name in files if (folder / name).is_file()]
+    return files == {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in there}
 
 
 def short_hash(value):
@@ -168,7 +169,7 @@ def versions_of(args, code, sizes):
     """[HEAD's Version, an edit's ...] with snapshots in `code`. Raises ConfigError."""
     remove_trees(code)  # left by a kill
     began = time.strftime("%H:%M")
-    head = commit_of(args.against, "--against=")
+    head = commit_of(args.against)
     found = [Version(args.against, f"{args.against} ({head[:10]})", checkout(code, head))]
     for word in args.edits or ["."]:
         if word == ".":
@@ -224,12 +225,12 @@ def summary(changed, diff):
 class Side:
     """A version at a size: trained with the settings argv, in cells of the sweep in args.folder."""
 
-    def __init__(self, version, argv, args, head=None):
+    def __init__(self, version, size, argv, args, head=None):
         self.name = version.name
         self.root = version.root
+        self.probe = version.probes[size]
         self.steps = args.steps
         self.folder = args.folder
-        self.probe = version.probe(argv)
         self.argv = [str(self.root / argv[0]), *argv[1:], f"--dataset={data_path(self.probe['dataset'])}",
                      "--min_lr=0", "--schedule=wsd", "--decay_iters=-1",
                      f"--warmup_iters={max(1, self.steps // 40)}", f"--learning_rate={self.probe['learning_rate']:g}"]
@@ -237,145 +238,42 @@ class Side:
         self.key = f"{self.root.name}-{short_hash(settings)}"  # identifies code and settings in the names of cells
         self.head = head or self
         self.rows = {}  # name of a cell: its row of results
-        self.facts = {}  # {name: value} that must be the same in all its runs
-        self.ended = ()  # the seed with which it diverged or was refused, Decision
+        self.facts = {}  # {name: value} that must be the same in all runs, for HEAD's of all versions
+        self.ended = None  # the Decision that follows from the first run that diverged or was refused
+        self.decision = Decision()  # of the last look
+        self.numbers = {}  # what edit.json says about it
+        version.sides[size] = self
 
     def cell(self, seed, part=1):
         """The cell for 1/part of the budget; a shorter run branches from the whole one before its decay."""
         steps = self.steps // part
-        whole = f"{self.key}_seed{seed}"
         argv = [*self.argv, f"--max_iters={steps}", f"--seed={seed}"]
+        at = {"stage": "edit", "version": self.key, "against": self.head.key, "steps": steps, "seed": seed}
+        cell = runner.Cell(f"{self.key}_seed{seed}", argv, at, root=self.root)
         if seed > 1 or part > 1:
             argv.append("--self_check=off")  # the first pair's runs check this code
         if part > 1:
-            argv.append(f"--branch={self.folder}/{whole}@{decay_begins(steps)}")
+            argv.append(f"--branch={self.folder}/{cell.name}@{decay_begins(steps)}")
+            cell.after = cell.name
+            cell.name += f"_1of{part}"
         elif self is self.head and seed <= CURVE_PAIRS:
             argv.append(f"--keep_steps={decay_begins(steps // 4)},{decay_begins(steps // 2)}")
-        at = {"stage": "edit", "version": self.key, "against": self.head.key, "steps": steps, "seed": seed}
-        name, after = (f"{whole}_1of{part}", whole) if part > 1 else (whole, "")
-        return runner.Cell(name, argv, at, after=after, root=self.root)
+        return cell
 
-    def row(self, seed, part=1):
-        return self.rows[self.cell(seed, part).name]
-
-    def column(self, key, n):
+    def column(self, key, n, part=1):
         """The values of `key` for the first n runs."""
-        return np.array([self.row(seed)[key] for seed in range(1, n + 1)])
+        return np.array([self.rows[self.cell(seed, part).name][key] for seed in range(1, n + 1)])
 
-    def check_measure(self, allowed):
-        """Raises ConfigError if the loss of the first run is not measured like any other model's, within `allowed`
-        nats."""
-        cell = self.cell(1)
-        nats = ask(JUDGE, self.name, self.root, self.folder / cell.name, *cell.argv)
-        if not abs(nats["reported"] - nats["plain"]) < ROUNDING:
-            raise ConfigError(f"{self.name} is not measured as others are: its loss is {nats['reported']:.5f} nats, "
-                              f"and the cross-entropy of its logits {nats['plain']:.5f}: leave the loss in eval mode "
-                              "alone")
-        if not abs(nats["beside"] - nats["alone"]) < allowed:
-            raise ConfigError(f"{self.name} is not measured as others are: with later tokens, other rows and earlier "
-                              f"text changed, its loss is {nats['alone']:.4f} nats instead of {nats['beside']:.4f}: "
-                              "let it read nothing but the tokens before")
+    def results(self, n):
+        """(differences from HEAD (n,), HEAD's curves (k, 2)) for `compare.decide`, of the first n pairs."""
+        heads = self.head.column("val_loss", n)
+        k = min(n, CURVE_PAIRS)
+        shorter = np.array([self.head.column("val_loss", k, part) for part in (4, 2)])
+        return self.column("val_loss", n) - heads, (shorter - heads[:k]).T
 
-
-class Comparison:
-    """HEAD and edits at one size."""
-
-    def __init__(self, versions, argv, args, say):
-        self.head = Side(versions[0], argv, args)
-        self.edits = [Side(version, argv, args, self.head) for version in versions[1:]]
-        self.args = args
-        self.say = say
-        self.facts = {}  # {name: value} that must be the same in all runs
-        self.stopped = False  # True once the user has stopped us
-        for edit in self.edits:
-            for key in ("dataset", "batch_tokens", "eval_block_size"):  # otherwise they would be judged differently
-                one, other = self.head.probe[key], edit.probe[key]
-                if one != other:
-                    raise ConfigError(f"{key} is {one} in {self.head.name} and {other} in {edit.name}: give one for "
-                                      f"both with --{key.replace('dataset', 'data')}=...")
-
-    def run(self, engine, edits, first, most):
-        """Run the next pairs of HEAD and these edits, as many as fill the engine; returns their seeds."""
-        folder = self.args.folder
-        seeds = []
-        plan = []  # (side, cell)
-        unfinished = 0
-        while not seeds or len(seeds) < most and unfinished < min(engine.jobs, 64):
-            seed = first + len(seeds)
-            seeds.append(seed)
-            parts = (1, 4, 2) if seed <= CURVE_PAIRS else (1,)
-            cells = [(self.head, self.head.cell(seed, part)) for part in parts]
-            cells += [(edit, edit.cell(seed)) for edit in edits]
-            unfinished += sum(not is_finished(folder / cell.name) for _, cell in cells)
-            plan += cells
-        cells = [cell for _, cell in plan]
-        runner.write_plan(folder, cells)
-        with append(folder / "runs.txt") as f, contextlib.redirect_stdout(f), contextlib.redirect_stderr(f):
-            failed = runner.run_cells(cells, folder, engine)
-        for side, cell in plan:
-            with self.refusing(side, cell.at["seed"]):
-                self.read(side, cell, failed)
-            row = side.rows.get(cell.name)
-            if row and not sys.stdout.isatty():  # no progress bar there
-                self.say(f"{side.name}, seed {row['seed']}, {row['steps']} steps: loss {row['val_loss']:.4f}")
-        if first == 1:
-            for side in (self.head, *edits):
-                if not side.ended:
-                    with self.refusing(side, 1):
-                        side.check_measure(ALIKE[self.facts["dtype"]])
-        return seeds
-
-    @contextlib.contextmanager
-    def refusing(self, side, seed):
-        """A ConfigError in here ends this edit at its run with `seed`, and the others go on."""
-        try:
-            yield
-        except ConfigError as why:
-            side.ended = side.ended or (seed, self.refusal(side, why))
-
-    def refusal(self, side, why):
-        """The Decision about an edit that cannot be judged. Raises `why` if no other edit would go on."""
-        if side is self.head or len(self.edits) == 1:
-            raise why
-        return Decision("refused", sentence=f"refused: {why}")
-
-    def read(self, side, cell, failed):
-        """Keep the row of a cell that has run, or why the edit diverges. Raises ConfigError if a run failed or is not
-        like those before."""
-        try:
-            row = records.read_run(side.folder / cell.name, cell.at)
-        except BadRecord as error:
-            return self.diverges(side, cell, failed, str(error))
-        side.rows[cell.name] = row | {"ended": os.path.getmtime(side.folder / cell.name / "result.json")}
-        facts = {key: value for (group, key), value in row["same"].items() if group == "data"}
-        facts |= {key: row[key] for key in ("dtype", "torch", "batch_tokens", "code")}
-        for key, value in facts.items():
-            before = (side if key == "code" else self).facts.setdefault(key, value)
-            if value != before:
-                raise ConfigError(f"{key} of {side.name}: {value}, where earlier runs have {before}: make it the same "
-                                  "for all versions, or choose another --out")
-
-    def diverges(self, side, cell, failed, why):
-        """Keep why a run of an edit diverged. Raises ConfigError if it failed for another reason, or is HEAD's."""
-        seed = cell.at["seed"]
-        if "it diverged" not in why:
-            raise ConfigError(f"{side.name} does not run: {failed.get(cell.name, why)}")
-        if side is self.head:
-            raise ConfigError(f"{side.name} diverges with seed {seed} ({why}): see {side.folder / cell.name}")
-        short = why.replace("it diverged: ", "").replace(": it diverged", "")
-        side.ended = side.ended or (seed, Decision("worse", sentence=f"worse: it diverges with seed {seed} ({short})"))
-
-    def results(self, edit, n):
-        """(differences (n,), curves (k, 2)) for `compare.decide`, of the first n pairs."""
-        head = self.head
-        curves = []
-        for seed in range(1, min(n, CURVE_PAIRS) + 1):
-            curves.append([head.row(seed, part)["val_loss"] - head.row(seed)["val_loss"] for part in (4, 2)])
-        return edit.column("val_loss", n) - head.column("val_loss", n), np.array(curves)
-
-    def notes(self, edit):
+    def notes(self):
         """Lines on what differs by more than 1% besides the loss, and whether the pairs share their draws."""
-        ours, heads = edit.probe, self.head.probe
+        ours, heads = self.probe, self.head.probe
         lines = []
         for key in ("parameters", "FLOPs per token", "state", "learning_rate"):
             if abs(ours[key] - heads[key]) > 0.01 * heads[key]:
@@ -388,6 +286,98 @@ class Comparison:
             lines.append(f"{other / ours['parameters']:.1%} of the edit's parameters start from other values than "
                          f"{self.head.name}'s, so the pairs share less noise")
         return lines
+
+    def end(self, seed, verdict, why):
+        """Decide about this edit by its run with `seed`."""
+        self.ended = self.ended or Decision(verdict, sentence=f"{verdict}: {why}", pairs=seed)
+
+    def check_alike(self, facts):
+        """Raises ConfigError if facts differ from those of HEAD and other edits, or the code from that of earlier runs:
+        they would not be judged alike."""
+        for key, value in facts.items():
+            before = (self if key == "code" else self.head).facts.setdefault(key, value)
+            if value != before:
+                raise ConfigError(f"{key} of {self.name}: {value}, where others have {before}: make it the same for "
+                                  "all versions, or choose another --out")
+
+    def check_measure(self, cell, allowed):
+        """Raises ConfigError if the loss of a run is not measured like any other model's, within `allowed` nats."""
+        nats = ask(JUDGE, self.name, self.root, self.folder / cell.name, *cell.argv)
+        unlike = f"{self.name} is not measured as others are: "
+        if not abs(nats["reported"] - nats["plain"]) < ROUNDING:
+            raise ConfigError(f"{unlike}its loss is {nats['reported']:.5f} nats, and the cross-entropy of its logits "
+                              f"{nats['plain']:.5f}: leave the loss in eval mode alone")
+        if not abs(nats["beside"] - nats["alone"]) < allowed:
+            raise ConfigError(f"{unlike}with later tokens, other rows and earlier text changed, its loss is "
+                              f"{nats['alone']:.4f} nats instead of {nats['beside']:.4f}: let it read nothing but the "
+                              "tokens before")
+
+
+class Comparison:
+    """HEAD and edits at one size."""
+
+    def __init__(self, versions, size, argv, args, say):
+        self.head = Side(versions[0], size, argv, args)
+        self.edits = [Side(version, size, argv, args, self.head) for version in versions[1:]]
+        self.args = args
+        self.say = say
+        self.stopped = False  # True once the user has stopped us
+        for side in (self.head, *self.edits):
+            with self.refusing(side, 1):
+                side.check_alike({key: side.probe[key] for key in ("dataset", "batch_tokens", "eval_block_size")})
+
+    def run(self, engine, edits, first, most):
+        """Run the next pairs of HEAD and these edits, as many as fill the engine; returns the last seed."""
+        folder = self.args.folder
+        plan = []  # (side, cell)
+        unfinished = 0
+        for seed in range(first, first + most):
+            parts = (1, 4, 2) if seed <= CURVE_PAIRS else (1,)
+            pair = [(self.head, self.head.cell(seed, part)) for part in parts]
+            pair += [(edit, edit.cell(seed)) for edit in edits if not edit.ended]
+            plan += pair
+            unfinished += sum(not is_finished(folder / cell.name) for _, cell in pair)
+            if unfinished >= min(engine.jobs, 64):
+                break
+        cells = [cell for _, cell in plan]
+        runner.write_plan(folder, cells)
+        with append(folder / "runs.txt") as f, contextlib.redirect_stdout(f), contextlib.redirect_stderr(f):
+            failed = runner.run_cells(cells, folder, engine)
+        for side, cell in plan:
+            with self.refusing(side, cell.at["seed"]):
+                self.read(side, cell, failed)
+        return seed
+
+    @contextlib.contextmanager
+    def refusing(self, side, seed):
+        """A ConfigError in here ends this edit at its run with `seed`, so that others, if there are any, go on."""
+        try:
+            yield
+        except ConfigError as why:
+            if side is self.head or len(self.edits) == 1:
+                raise
+            side.end(seed, "refused", why)
+
+    def read(self, side, cell, failed):
+        """Keep the row of a cell that has run, or that the edit diverges. Raises ConfigError if the run failed, is not
+        like those before, or is not measured as others are."""
+        seed = cell.at["seed"]
+        try:
+            row = records.read_run(side.folder / cell.name, cell.at)
+            row["ended"] = os.path.getmtime(side.folder / cell.name / "result.json")
+        except BadRecord as why:
+            if side is self.head or "it diverged" not in str(why):
+                reason = failed.get(cell.name, why)
+                raise ConfigError(f"{side.name} does not run: {reason}; see {side.folder / cell.name}.txt") from None
+            return side.end(seed, "worse", f"with seed {seed}, {why}")
+        side.rows[cell.name] = row
+        if not sys.stdout.isatty():  # no progress bar there
+            self.say(f"{side.name}, seed {seed}, {row['steps']} steps: loss {row['val_loss']:.4f}")
+        facts = {key: value for (group, key), value in row["same"].items() if group == "data"}
+        facts |= {key: row[key] for key in ("dtype", "torch", "batch_tokens", "code")}
+        side.check_alike(facts)
+        if seed == 1 and not cell.after:
+            side.check_measure(cell, ALIKE[row["dtype"]])
 
 
 def decay_begins(steps):
@@ -487,59 +477,61 @@ class Decision:
 
 def decide(c, edit, n, bound):
     """The Decision about an edit after n pairs."""
-    if edit.ended and edit.ended[0] <= n:
-        return edit.ended[1]
+    if edit.ended and edit.ended.pairs <= n:
+        return edit.ended
     if n == 1:
         one, other = (side.column("val_document_losses", 1) for side in (c.head, edit))
         if np.allclose(one, other, 0, ROUNDING):
             return Decision("same", sentence="identical runs: the edit changes no bit, or only how losses are rounded")
         return Decision()
-    if n == 2 and edit.row(1)["val_loss"] == edit.row(2)["val_loss"]:
-        same = f"{edit.name} has the same loss with seeds 1 and 2: let what is random follow --seed"
-        return c.refusal(edit, ConfigError(same))
-    found = compare.decide(*c.results(edit, n), bound, c.args.margin, c.args.error)
+    if n == 2 and np.ptp(edit.column("val_loss", 2)) == 0:
+        with c.refusing(edit, 2):
+            raise ConfigError(f"{edit.name} has the same loss with seeds 1 and 2: let what is random follow --seed")
+        return edit.ended
+    found = compare.decide(*edit.results(n), bound, c.args.margin, c.args.error)
     verdict, *numbers = (x.item() for x in found)
     return Decision(verdict if n >= FEWEST else "undecided", numbers[:3], numbers[3:])
 
 
 def compare_versions(c, minutes, engine):
-    """Run pairs until they decide about each edit: {its name: the numbers of edit.json about this size}."""
+    """Run pairs until they decide about each edit, and describe the edits."""
     together = short_hash(sorted(edit.key for edit in c.edits))
     budget = Budget(c.args.folder / f"looks-{together}.json", c.args.pairs, minutes)
     limits = compare.bounds(budget.fractions, c.args.error)
-    n = 0
     undecided = list(c.edits)
-    decisions = dict.fromkeys(c.edits, Decision())
+    ran = 0  # pairs
     try:
-        while undecided and (n == 0 or budget.fractions[-1] < 1):
-            seeds = c.run(engine, undecided, n + 1, budget.most(n))
-            budget.ended(seeds[-1])
-            for n in seeds:
-                budget.look(n)
-                bound = next(limits)
-                for edit in list(undecided):
-                    decisions[edit] = decision = decide(c, edit, n, bound)
-                    decision.pairs = n
-                    decision.minutes = budget.spent()
-                    if n > 1:
-                        c.say(f"pair {n}: {decision.so_far(c.head)}; {budget.left(n):.0f} minutes left", edit.name)
-                    if decision.sentence or decision.verdict != "undecided" and not c.args.pairs:
-                        undecided.remove(edit)
-                if not undecided or budget.fractions[-1] == 1:
-                    break
+        for n in itertools.count(1):
+            if n > ran:
+                ran = c.run(engine, undecided, n, budget.most(ran))
+                budget.ended(ran)
+            budget.look(n)
+            bound = next(limits)
+            for edit in list(undecided):
+                edit.decision = decision = decide(c, edit, n, bound)
+                decision.pairs = n
+                decision.minutes = budget.spent()
+                if n > 1:
+                    c.say(f"pair {n}: {decision.so_far(c.head)}; {budget.left(n):.0f} minutes left", edit.name)
+                if decision.sentence or decision.verdict != "undecided" and not c.args.pairs:
+                    undecided.remove(edit)
+            if not undecided or budget.fractions[-1] == 1:
+                break
     except KeyboardInterrupt:
         c.stopped = True
-    return {edit.name: describe(c, edit, budget.plans, decisions[edit]) for edit in c.edits}
+    for edit in c.edits:
+        edit.numbers = describe(c, edit, budget.plans)
 
 
-def describe(c, edit, plans, decision):
+def describe(c, edit, plans):
     """What edit.json says about an edit at a size: the sentence, the losses, and notes on what the sentence does not
     cover."""
+    decision = edit.decision
     n = decision.pairs
-    error = c.args.error
-    notes = c.notes(edit)
+    notes = edit.notes()
+    facts = edit.head.facts
     numbers = {"verdict": decision.verdict, "pairs": n, "minutes": decision.minutes, "notes": notes, "interval": None,
-               "parameters": edit.probe["parameters"], "dtype": c.facts.get("dtype"), "torch": c.facts.get("torch")}
+               "parameters": edit.probe["parameters"], "dtype": facts.get("dtype"), "torch": facts.get("torch")}
     if decision.sentence:
         return numbers | {"sentence": decision.sentence}
     if n < 2:
@@ -548,27 +540,28 @@ def describe(c, edit, plans, decision):
     words = {"better": "better,", "worse": "worse,", "same": f"no difference of more than {c.args.margin:.1%}:",
              "undecided": f"{'stopped' if c.stopped else 'undecided'} after {minutes}:"}[decision.verdict]
     few = "" if n >= FEWEST else f", and a verdict needs {FEWEST}"
-    sentence = f"{words} needs {decision.times(c.head)} ({n} + {n} runs{few}, {minutes})"
-    differences, curves = c.results(edit, n)
-    low, high = texts = over_texts(c, edit, decision, curves.mean(0))
+    differences, curves = edit.results(n)
+    low, high = texts = over_texts(c, edit, curves.mean(0))
     if len(plans) > 1:
         notes.append(f"planned {', '.join(plans)}: false verdicts with probability {len(plans) * c.args.alpha:g}")
-    notes += speed(c, edit, decision)
+    notes += speed(c, edit)
     notes += ["loss {:+.4f} ({:+.4f} .. {:+.4f}) nats per token, both at their config's learning rate".format(
                   *decision.nats),
               f"the pair that is farthest from the others: {odd_one(differences)}",
-              f"the interval is over seeds, on these held-out files, {1 - error:.4g} wherever it stops; over other "
-              f"texts too: {low:.2f} .. {high:.3g}"]
+              f"the interval is over seeds, on these held-out files, {1 - c.args.error:.4g} wherever it stops; over "
+              f"other texts too: {low:.2f} .. {high:.3g}"]
     return numbers | {"interval": np.exp(decision.interval).tolist(), "nats": decision.nats[0],
                       "nats_interval": decision.nats[1:], "over_texts": texts,
                       "losses": [side.column("val_loss", n).tolist() for side in (c.head, edit)],
-                      "curves": curves.tolist(), "sentence": sentence}
+                      "curves": curves.tolist(),
+                      "sentence": f"{words} needs {decision.times(c.head)} ({n} + {n} runs{few}, {minutes})"}
 
 
-def over_texts(c, edit, decision, curve):
+def over_texts(c, edit, curve):
     """The verdict's interval of tokens with the variance over documents added, so it is never narrower."""
+    decision = edit.decision
     heads, ours = (side.column("val_document_losses", decision.pairs) for side in (c.head, edit))
-    weights = c.head.row(1)["val_document_tokens"]
+    weights, = c.head.column("val_document_tokens", 1)
     variance, df = compare.document_variance(weights, ours - heads)
     off = special.stdtrit(df, 1 - c.args.error / 2) * max(variance, 0.0) ** 0.5
     at, low, high = decision.interval
@@ -576,9 +569,10 @@ def over_texts(c, edit, decision, curve):
     return np.exp([at - np.hypot(at - low, at - ends[0]), at + np.hypot(high - at, ends[1] - at)]).tolist()
 
 
-def speed(c, edit, decision):
+def speed(c, edit):
     """A line if the pairs that ran side by side show that one version takes longer per token: how much longer, and how
     many seconds it therefore needs for HEAD's loss."""
+    decision = edit.decision
     device, ended, seconds = ([side.column(key, decision.pairs) for side in (c.head, edit)]
                               for key in ("device", "ended", "seconds"))
     together = np.equal(*device) & (abs(np.subtract(*ended)) < 10 * sum(seconds))
@@ -605,58 +599,53 @@ def odd_one(differences):
 
 # ---------------------------------------------------------------------------------------------------------------- pages
 
-def ranked(results):
-    """(edit, size, its numbers) of {edit: {size: numbers}}, the best edit first: by verdict, then by tokens."""
+def ranked(edits):
+    """Edits, the best first: by verdict, then by tokens."""
     def place(edit):
-        verdict = list(CODES).index(verdict_of(results[edit]))
-        interval = next(iter(results[edit].values()))["interval"] or [1.0]
-        return verdict, interval[0], edit
+        first, *_ = edit.sides.values()
+        interval = first.numbers["interval"] or [1.0]
+        return list(CODES).index(edit.verdict), interval[0], edit.name
 
-    return [(edit, size, of_size) for edit in sorted(results, key=place) for size, of_size in results[edit].items()]
-
-
-def verdict_of(sizes):
-    """The verdict of all sizes {size: numbers}; "undecided" if they disagree."""
-    verdicts = {of_size["verdict"] for of_size in sizes.values()}
-    return verdicts.pop() if len(verdicts) == 1 else "undecided"
+    return sorted(edits, key=place)
 
 
 def row_of(edit, size, of_size):
-    """A row of a ranking, in words."""
+    """A row of a ranking, in words; of_size: what edit.json says about this size."""
     interval = of_size["interval"]
     tokens = in_times(interval) if interval else of_size["sentence"]
     return {"edit": edit, "size": size, "verdict": of_size["verdict"], "tokens for HEAD's loss, times HEAD's": tokens,
             "pairs": str(of_size["pairs"])}
 
 
-def write_page(folder, numbers, comparisons):
+def write_page(edit, numbers):
     """The page and figure of an edit: the sentences, training curves, the difference over the run, the diff."""
     sentences = []
     notes = []
     panels = []
-    for c, (size, of_size) in zip(comparisons, numbers["sizes"].items(), strict=True):
-        edit = next(edit for edit in c.edits if edit.name == numbers["name"])
+    for size, side in edit.sides.items():
+        of_size = side.numbers
         sentences.append(f"{size}: {of_size['sentence']}")
         notes += [f"{size}: {note}" for note in of_size["notes"]]
         notes.append(f"{size}: {number(of_size['parameters'])} parameters, products in {of_size['dtype']}, torch "
                      f"{of_size['torch']}, {numbers['machine']}")
         if of_size["pairs"] > 1:
-            panels += training(c.head, edit, size, of_size["pairs"])
+            panels += training(side, size)
     n, error = numbers["edits_tried"], numbers["error"]
     tried = (f"Edits tried against the same code of {numbers['against']}: {n}. One that does nothing is called better "
              f"or worse with probability {error:.4g} at most, one of {n} with up to {1 - (1 - error) ** n:.2f}.")
     page = pages.Page(sentences, [pages.escaped(numbers["about"]), pages.listed(notes)], panels,
-                      [tried, textwrap.indent((folder / "edit.diff").read_text(), "    ")])
-    pages.write("Did the edit help?", page, folder / "edit")
+                      [tried, textwrap.indent((edit.out / "edit.diff").read_text(), "    ")])
+    pages.write("Did the edit help?", page, edit.out / "edit")
 
 
-def training(head, edit, size, n):
-    """Panels: the training losses of n pairs, and their difference with two standard errors."""
+def training(edit, size):
+    """Panels: the training losses of an edit's pairs, and their difference with two standard errors."""
     import pandas
 
+    head = edit.head
     runs = {}
     for side in (head, edit):
-        for seed in range(1, n + 1):
+        for seed in range(1, edit.decision.pairs + 1):
             log = read_log(side.folder / side.cell(seed).name, "train")
             runs[side.name, seed] = pandas.Series({row["tokens"]: row["train_loss"] for row in log}, dtype=float)
     losses = pandas.DataFrame(runs)
@@ -735,10 +724,10 @@ class Edit(Experiment):
         args.out = args.out.resolve()
         os.environ.setdefault("LONGHORN_BUILD_DIR", str(REPO / "build"))  # libraries are named by their content
         sizes = self.sizes()
-        args.error = args.alpha / max(1, len(args.edits))  # Bonferroni: for the sequential test of each edit
         code = args.out / "code"
         with lock_folder(code, wait=600):
             self.head, *self.edits = versions_of(args, code, sizes)
+        args.error = args.alpha / len(self.edits)  # Bonferroni: for the sequential test of each edit
         args.folder = args.out / self.head.root.name
         for edit in self.edits:
             edit.out = args.folder / f"edit-{edit.root.name}"
@@ -776,64 +765,56 @@ class Edit(Experiment):
         return f"{edit}: " if edit and len(self.edits) > 1 else ""
 
     def compare(self, sizes):
-        """Run all sizes, or until the user stops: results {edit: {size: its numbers}}."""
+        """Run all sizes, or until the user stops."""
         args = self.args
         jobs, gpus, self.where = runner.placement(args)
         if not args.cluster:
             os.environ.setdefault("OMP_NUM_THREADS", str(max(1, runner.cores() // jobs)))
-        self.comparisons = []
-        self.results = {edit.name: {} for edit in self.edits}
         with runner.driver(args, args.folder, jobs, gpus=gpus) as engine:
             for size, argv in sizes.items():
-                c = Comparison([self.head, *self.edits], argv, args, self.say)
-                self.comparisons.append(c)
-                for edit in c.edits:
-                    for line in c.notes(edit):
-                        self.say(line, edit.name)
+                c = Comparison([self.head, *self.edits], size, argv, args, self.say)
                 self.say(f"{size}, {number(c.head.probe['parameters'])} parameters, on {self.where}")
-                for edit, numbers in compare_versions(c, args.minutes / len(sizes), engine).items():
-                    self.results[edit][size] = numbers
+                compare_versions(c, args.minutes / len(sizes), engine)
                 if c.stopped:
                     break
 
     def conclude(self):
         """Write the records and pages, and print the sentences; returns the exit code."""
         args = self.args
-        order = ranked(self.results)
         for edit in self.edits:
             if edit.tree == REPO and not holds(REPO, edit.files):
                 self.say(f"the verdict is about {edit.about}: it has changed since")
             self.keep(edit)
             self.say(f"records: {edit.out}/")
-            for of_size in self.results[edit.name].values():
-                for line in of_size["notes"]:
+            for side in edit.sides.values():
+                for line in side.numbers["notes"]:
                     self.say(line, edit.name)
-        if len(self.edits) > 1:
-            rows = [row_of(*row) for row in order]
+        best, *others = ranked(self.edits)
+        if others:
+            rows = [row_of(edit.name, size, side.numbers)
+                    for edit in (best, *others) for size, side in edit.sides.items()]
             self.say(table([list(rows[0]), *[[*row.values()] for row in rows]]))
             self.say(f"a false verdict about any of the {len(self.edits)} has probability {args.alpha:g} (Bonferroni: "
                      f"{args.error:.2g} each); all edits that were tried: {args.folder}/edits.html")
-        best = order[0][0]
-        for size, of_size in self.results[best].items():
-            of = f"{size}: " if len(self.results[best]) > 1 else ""
-            print(printable(f"edit: {self.named(best)}{of}{of_size['sentence']}"), flush=True)
-        return CODES[verdict_of(self.results[best])]
+        for size, side in best.sides.items():
+            of = f"{size}: " if len(best.sides) > 1 else ""
+            print(printable(f"edit: {self.named(best.name)}{of}{side.numbers['sentence']}"), flush=True)
+        return CODES[best.verdict]
 
     def keep(self, edit):
         """Write the record and the pages of an edit."""
-        sizes = self.results[edit.name]
-        before = {path.parent for path in edit.out.parent.glob("edit-*/edit.json")}
-        numbers = {"name": edit.name, "about": edit.about, "verdict": verdict_of(sizes), "sizes": sizes,
+        numbers = {"name": edit.name, "about": edit.about, "verdict": edit.verdict,
+                   "sizes": {size: side.numbers for size, side in edit.sides.items()},
                    "alpha": self.args.alpha, "error": self.args.error, "against": self.head.name,
                    "changed": edit.changed, "code": {"head": self.head.root.name, "edit": edit.root.name},
-                   "edits_tried": len(before.union(edit.out for edit in self.edits)),
+                   "edits_tried": len([*self.args.folder.glob("edit-*/edit.diff")]),
                    "date": time.strftime("%Y-%m-%d"), "machine": f"{cpu_model()}, {self.where}",
                    "command": sys.argv[1:]}
         numbers = json.loads(json.dumps(numbers), parse_constant=lambda name: None)  # infinite: null
         write_json(edit.out / "edit.json", numbers)
         with contextlib.suppress(ConfigError):  # a package of the reports is missing; edit.json has the numbers
             records.check_packages()
-            write_page(edit.out, numbers, self.comparisons)
+            write_page(edit, numbers)
             write_overview(self.args.folder)
 
 
