@@ -46,6 +46,8 @@ sys.path.insert(0, str(REPO))
 from common.errors import ConfigError, printable  # noqa: E402
 from common.files import append, lock_folder, write_text  # noqa: E402
 from configurator import Range, Whole  # noqa: E402
+from data.mixture import parse_mixture  # noqa: E402
+from data.prepared import Tokens, find_dataset  # noqa: E402
 from evaluation.tasks import table  # noqa: E402
 from experiments import compare, pages, records, sweep  # noqa: E402
 from experiments.figures import Curve, Panel  # noqa: E402
@@ -398,13 +400,8 @@ def in_times(interval):
 def data_path(dataset):
     """The dataset's folders by their absolute paths: snapshots have no data. Raises ConfigError for what is not
     prepared, before the first run."""
-    parts = []
-    for name, colon, share in (part.partition(":") for part in dataset.split(",")):
-        folder = Path(name) if Path(name).is_dir() else REPO / "data" / name
-        if not (folder / "meta.json").exists():
-            raise ConfigError(f"{name}: {folder} is not prepared (no meta.json): prepare it first")
-        parts.append(f"{folder.resolve()}{colon}{share}")
-    return ",".join(parts)
+    parts = [f"{Tokens(find_dataset(name)).folder.resolve()}:{share}" for name, share in parse_mixture(dataset)]
+    return ",".join(parts).removesuffix(":1")
 
 
 class Budget:

@@ -19,6 +19,7 @@ from helpers import TINY, arguments, copied_tree, record, succeed, table, write_
 from scipy import stats
 
 from common.files import write_text
+from data import prepared
 from experiments import compare, edit, edit_probe, edit_simulation, figures
 from experiments.sweeps import engines
 from runtime import records as runtime_records
@@ -96,6 +97,7 @@ def repo(tmp_path, monkeypatch):
     write_folder(repo / "data" / "words")
     git(repo, "init", "-q")
     commit(repo)
+    monkeypatch.setattr(prepared, "__file__", repo / "data" / "prepared.py")
     monkeypatch.setattr(edit, "REPO", repo)
     write(tmp_path, {"PROBE": PROBE, "JUDGE": JUDGE})
     for name in ("PROBE", "JUDGE"):
@@ -284,7 +286,7 @@ WINDOW = 32         .  eval_block_size of the edit: 32, where others have 16: ma
 NOISE = 0                           /config/x.py       /config/x.py is not in
 NOISE = 0                           --against=nowhere  nowhere: there is no such commit
 NOISE = 0                           a.patch            a.patch does not apply to
-NOISE = 0                           --data=nowhere     nowhere is not prepared (no meta.json)
+NOISE = 0                           --data=nowhere     there is no dataset folder
 NOISE = 0                           HEAD .             HEAD: no file that training loads differs
 NOISE = 0                           --sizes=7B         --sizes=7B: there are 460K, 1.5M, config; give one of them
 NOISE = 0                           --steps=4          steps 4 must be at least 8
@@ -314,7 +316,7 @@ def test_the_probe_counts_the_vocabulary_of_the_data(tmp_path, monkeypatch, caps
         assert about["draws"]["embed.weight"][0] == 32 * tokens and about["dataset"] == dataset
     monkeypatch.chdir(tmp_path)
     here, there = (write_folder(tmp_path / name) for name in ("here", "there"))
-    for dataset, path in ("here", f"{here}"), (f"{here}:0.8,there:0.2", f"{here}:0.8,{there}:0.2"):
+    for dataset, path in ("here", f"{here}"), (f"{here}:0.8,there:0.2", f"{here}:4/5,{there}:1/5"):
         assert edit.data_path(dataset) == path
 
 
