@@ -168,7 +168,7 @@ def short_hash(value):
 
 
 def versions_of(args, code, sizes):
-    """[HEAD's Version, an edit's ...] with snapshots in `code`. Raises ConfigError."""
+    """[HEAD's Version, an edit's ...] with snapshots in `code`; edits of equal content are one. Raises ConfigError."""
     remove_trees(code)  # left by a kill
     began = time.strftime("%H:%M")
     head = commit_of(args.against)
@@ -187,7 +187,12 @@ def versions_of(args, code, sizes):
             take_todays_judge(version.tree)
         snapshot(version, code, sizes)
     remove_trees(code)
-    return found
+    edits = {}
+    for edit in found[1:]:
+        first = edits.setdefault(edit.root, edit)
+        if first is not edit:
+            first.name += f" = {edit.name}"
+    return [found[0], *edits.values()]
 
 
 def remove_trees(code):

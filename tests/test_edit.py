@@ -341,25 +341,26 @@ def test_the_judge_reads_all_windows_and_whatever_a_version_changes(tmp_path, da
 
 def test_several_edits_share_heads_runs_and_one_error_and_are_ranked(repo, run):
     """Branches, a patch and the working tree, all against HEAD, each at a fifth of the error, whatever is checked out.
-    Those that cannot be judged do not keep the others from it."""
+    Those that cannot be judged do not keep the others from it; one that is given twice counts once."""
     for branch, what in ("lower", {"SHIFT": -0.05}), ("peeks", {"PEEKS": -0.5}), ("one", {"VARIES": 0, "NOISE": 0}):
         git(repo, "checkout", "-qb", branch)
         change(repo, **what, SEED=branch)
         commit(repo)
         git(repo, "checkout", "-q", "-")
+    git(repo, "branch", "again", "lower")
     change(repo, SHIFT=0.08, SEED="c")
     patch = repo.parent / "higher.diff"
     patch.write_bytes(subprocess.check_output(["git", "-C", repo, "diff"]))
     change(repo, SEED="d")
-    code, said, _ = run("peeks", "lower", str(patch), ".", "one")
+    code, said, _ = run("peeks", "lower", str(patch), ".", "one", "again")
     results = [record(path, "edit") for path in repo.glob("out/*/edit-*")]
     assert {(of["error"], of["edits_tried"]) for of in results} == {(0.05 / 5, 5)}
     assert {*runs_of(repo / "out").values()} == {1}
     rows = re.findall(r"^\| (\S.*?) +\| 460K \| (\w+) ", said, re.MULTILINE)
     refused = [("one", "refused"), ("peeks", "refused")]
-    assert rows == [("lower", "better"), (".", "same"), (str(patch), "worse"), *refused]
+    assert rows == [("lower = again", "better"), (".", "same"), (str(patch), "worse"), *refused]
     assert "refused: peeks is not measured as others" in said and "refused: one has the same loss with seeds" in said
-    assert code == 0 and said.splitlines()[-1].startswith("edit: lower: better, needs 0.")
+    assert code == 0 and said.splitlines()[-1].startswith("edit: lower = again: better, needs 0.")
     assert "a false verdict about any of the 5 has probability 0.05 (Bonferroni: 0.01 each)" in said
     tried = newest(repo, "out/*/edits.md").read_text()
     assert "**5 edits were tried against the same version.**" in tried and tried.count("\n    -SHIFT = 0.0\n") == 2
