@@ -382,7 +382,7 @@ class Comparison:
             self.say(f"{side.name}, seed {seed}, {row['steps']} steps: loss {row['val_loss']:.4f}")
         facts = {key: value for (group, key), value in row["same"].items() if group == "data"}
         facts |= {key: row[key] for key in ("dtype", "torch", "batch_tokens", "code")}
-        side.check_alike(facts)
+        side.check_alike(facts | {"held-out files": len(row["val_document_losses"])})
         if seed == 1 and not cell.after:
             side.check_measure(cell, ALIKE[row["dtype"]])
 

@@ -514,7 +514,7 @@ def test_heads_runs_serve_the_next_edit_and_the_page_counts_edits(repo, run):
     page = newest(repo, "out/*/edit-*/edit.md").read_text()
     assert "is called better or worse with probability 0.05 at most, one of 3 with up to 0.14" in page
     heads = sorted(repo.glob(f"out/*/{result['code']['head']}-*seed[123]/result.json"))
-    first, second, _ = [path for path in heads if '"steps": 16' in path.read_text()]
+    first, second, third = [path for path in heads if '"steps": 16' in path.read_text()]
     config = first.with_name("config.json")
 
     def said_after(path, *changes):
@@ -526,6 +526,8 @@ def test_heads_runs_serve_the_next_edit_and_the_page_counts_edits(repo, run):
     assert "a token takes" in said_after(second, ('"cpu"', '"H100"'))
     os.utime(first, (0, 0))
     assert "a token takes" not in said_after(config)  # on a machine that was busy then
+    one_more = said_after(third, ("40]", "40, 0]"), ('], "seconds', ', 0], "seconds'))
+    assert "error: held-out files of HEAD: 3, where others have 2" in one_more
     said_after(first, ('"v2a"', '"v2x"'))
     assert "code of HEAD: v2" in said_after(config, ('"v2a"', '"v2x"'))  # the snapshot was edited meanwhile
 
