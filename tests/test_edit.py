@@ -483,7 +483,7 @@ def test_the_minutes_left_after_a_restart(pairs, minutes, left, tmp_path):
     for n, expected in enumerate(left, 1):
         budget.look(n)
         assert budget.left(n) == pytest.approx(expected, abs=1)
-    for damaged in (None,):
+    for damaged in (None, math.nan):
         path.write_text(json.dumps({"minutes": [damaged], "plans": []}))
         with pytest.raises(edit.ConfigError, match="looks.json cannot be used, delete it"):
             edit.Budget(path, pairs, minutes)
