@@ -34,6 +34,7 @@ import tempfile
 import textwrap
 import time
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -371,7 +372,8 @@ class Comparison:
         seed = cell.at["seed"]
         try:
             row = records.read_run(side.folder / cell.name, cell.at)
-            row["ended"] = os.path.getmtime(side.folder / cell.name / "result.json")
+            with fields():
+                row["began"] = datetime.fromisoformat(row["time"]).timestamp()
         except BadRecord as why:
             if side is self.head or "it diverged" not in str(why):
                 reason = failed.get(cell.name, why)
@@ -576,9 +578,9 @@ def speed(c, edit):
     """A line if the pairs that ran side by side show that one version takes longer per token: how much longer, and how
     many seconds it therefore needs for HEAD's loss."""
     decision = edit.decision
-    device, ended, seconds = ([side.column(key, decision.pairs) for side in (c.head, edit)]
-                              for key in ("device", "ended", "seconds"))
-    together = np.equal(*device) & (abs(np.subtract(*ended)) < 10 * sum(seconds))
+    device, began, seconds = ([side.column(key, decision.pairs) for side in (c.head, edit)]
+                              for key in ("device", "began", "seconds"))
+    together = np.equal(*device) & (abs(np.subtract(*began)) < 10 * sum(seconds))
     heads, ours = np.log(seconds)[:, together, None]
     d = compare.difference(ours, heads, np.ones(1), paired=True)
     if not d or d.low <= 0 <= d.high:
