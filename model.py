@@ -54,6 +54,7 @@ from kernels import choose
 from kernels.cache import append_to_cache
 from kernels.linear_attention import gated_linear_attention
 from kernels.ops import (
+    again,
     attention,
     causal_conv1d,
     conv_state,
@@ -176,7 +177,8 @@ class ScanBlock(nn.Module):
     def mix(self, x, z, x_before=None, h0=None, reverse=False):
         """The convolution and the scan. Image models also run them in reverse."""
         x = causal_conv1d(x, self.conv_weight, self.conv_bias, x_before, reverse=reverse, backend=self.backend)
-        r, k, q = self.x_proj(x).split([self.R, self.N, self.N], -1)  # (B, T, R), (B, T, N), (B, T, N)
+        # again(x) is x: the convolution's backward then adds the gradients from here and from the scan itself
+        r, k, q = self.x_proj(again(x)).split([self.R, self.N, self.N], -1)  # (B, T, R), (B, T, N), (B, T, N)
         dt = self.dt_proj(r)  # (B, T, d_inner)
         return self.scan(x, dt, k, q, z, h0, **({"reverse": True} if reverse else {}))
 

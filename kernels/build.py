@@ -219,7 +219,7 @@ ScanArgs = _struct("ScanArgs", """B T D N update softplus dtype splits threads s
     *cu *x *dt *k *q *z x_b x_t dt_b dt_t k_b k_t q_b q_t z_b z_t *A *skip *bias *h0 *y out_t *hT *chunks
     *decay *dy dy_b dy_t *dhT *dx *ddt *dz dz_t *dk *dq *dA *dskip *dbias *dh0""")
 ConvArgs = _struct("ConvArgs", """B T D W dtype silu splits threads *x x_b x_t *weight *bias *state *y
-    out_t *dy dy_b dy_t *dx *dweight *dbias *dstate""")
+    out_t *dy *dy_again dy_b dy_t dy_again_b dy_again_t *dx *dweight *dbias *dstate""")
 NormArgs = _struct("NormArgs", "rows D tasks threads x_dtype y_dtype *x *dy *weight *rstd *y *dx *dweight &eps")
 LossArgs = _struct("LossArgs", "V stride train *logits *targets *log_p")
 Sum = _struct("Sum", "first parts n columns type *source *to")

@@ -21,8 +21,8 @@ struct ConvArgs {
     void *y;                                          // (B, T, D): row (b, t) at (b T + t) out_t
     int64_t out_t;
     // backward only
-    const void *dy;
-    int64_t dy_b, dy_t;
+    const void *dy, *dy_again;                        // the gradient of y is their sum; dy_again may be null
+    int64_t dy_b, dy_t, dy_again_b, dy_again_t;
     void *dx;                                         // (B, T, D), as y
     float *dweight, *dbias;                           // (rows, W, D), (rows, D), per batch row; CUDA: per tile
     float *dstate;                                    // (B, W - 1, D)
@@ -154,11 +154,13 @@ template <int W, int C> struct ConvSums { float window[C][W], dp[C][W], dweight[
 template <bool INSIDE, class E, int W, int C>
 MATH void conv_backward_steps(const ConvArgs &a, const ConvPlace<E, W, C> &at, int t, ConvSums<W, C> &s) {
     const E *dy = (const E *)a.dy + at.b * a.dy_b + at.c;
+    const E *dy_again = (const E *)a.dy_again + at.b * a.dy_again_b + at.c;
     E *dx = (E *)a.dx + at.b * a.T * a.out_t + at.c;
-    uint32_t xs[CONV_AHEAD], dys[CONV_AHEAD];
+    uint32_t xs[CONV_AHEAD], dys[CONV_AHEAD], others[CONV_AHEAD] = {};
     float dxs[CONV_AHEAD][C];
     at.template read_ahead<INSIDE>(at.x, at.stride, t, xs);
     at.template read_ahead<INSIDE>(dy, (int)(a.dy_t * sizeof(E)), t, dys);
+    if (a.dy_again) at.template read_ahead<INSIDE>(dy_again, (int)(a.dy_again_t * sizeof(E)), t, others);
     #pragma unroll
     for (int i = 0; i < CONV_AHEAD; i++)
         #pragma unroll
@@ -166,7 +168,8 @@ MATH void conv_backward_steps(const ConvArgs &a, const ConvPlace<E, W, C> &at, i
             slide(s.window[n], channel<C, E>(xs[i], n));
             const float p = at.sum(s.window, n), gate = sigmoid(p);
             const float slope = a.silu ? gate * (1.0f + p * (1.0f - gate)) : 1.0f;
-            slide(s.dp[n], INSIDE || t + i < at.T ? channel<C, E>(dys[i], n) * slope : 0.0f);
+            const float dy_t = channel<C, E>(dys[i], n) + channel<C, E>(others[i], n);
+            slide(s.dp[n], INSIDE || t + i < at.T ? dy_t * slope : 0.0f);
             const float grad = INSIDE || t + i < at.t1 ? s.dp[n][W - 1] : 0.0f;
             dxs[i][n] = 0.0f;
             #pragma unroll
@@ -264,6 +267,7 @@ template <class E, int WC> static void conv_backward_task(const ConvArgs &a, int
         vec w[MAX_WIDTH], dw[MAX_WIDTH], window[MAX_WIDTH], dp[MAX_WIDTH];
         vec bias = a.bias ? load(a.bias + c, n) : vec{}, dbias = {};
         const E *x = (const E *)a.x + b * a.x_b + c, *dy = (const E *)a.dy + b * a.dy_b + c;
+        const E *dy_again = (const E *)a.dy_again + b * a.dy_again_b + c;
         E *dx = (E *)a.dx + b * a.T * a.out_t + c;
         auto input = [&](int64_t t) {
             if (t >= 0) return load(x + t * a.x_t, n);
@@ -281,6 +285,7 @@ template <class E, int WC> static void conv_backward_task(const ConvArgs &a, int
             prefetch(dx + (t - AHEAD) * a.out_t);
             for (int i = W - 1; i > 0; i--) dp[i] = dp[i - 1];
             vec p = bias, d = load(dy + t * a.dy_t, n);
+            if (a.dy_again) d = rounded(d + load(dy_again + t * a.dy_again_t, n), E());  // as autograd would
             for (int i = 0; i < W; i++) p += w[i] * window[i];
             if (a.silu) { vec s = sigmoid(p); d *= s * (1.0f + p * (1.0f - s)); }
             dp[0] = d;

@@ -189,6 +189,10 @@ MATH hvec narrow(vec v) {                                              // round 
     return __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0u), hvec);
 }
 
+// v as the type of the second argument holds it
+MATH vec rounded(vec v, float) { return v; }
+MATH vec rounded(vec v, bf16) { return widen(narrow(v)); }
+
 // n < LANES at the tail of D: lanes beyond it are read as 0 and never written.
 MATH vec load(const float *p) { vec v; memcpy(&v, p, sizeof v); return v; }
 MATH vec load(const bf16 *p) { hvec v; memcpy(&v, p, sizeof v); return widen(v); }

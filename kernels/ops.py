@@ -135,20 +135,22 @@ def by_document(f, tensors, packed):
     return torch.cat(ys, 1).unflatten(1, packed.starts.shape)[0]
 
 
-def differentiable(name, forward, backward, fake, tensors, results=1, half=None):
+def differentiable(name, forward, backward, fake, tensors, results=1, half=None, twice=False):
     """Register `forward` as the custom op longhorn::name, differentiable once, through `backward`.
 
     tensors: how many of forward's arguments, from the first on, have gradients; absent ones are None. results: the same
     for its results; those after them, which may be None, are kept for the backward. backward(*gradients of results,
     *forward's arguments, *kept) returns a gradient shaped like each of the tensors, None for absent ones. half: the
     index of a tensor that may be one of `halves`; backward then takes a last argument, `into`: None, or the memory for
-    that gradient, which is then not returned. fake: forward for shapes only.
+    that gradient, which is then not returned. twice: the one result may be used `again`; backward then takes a second
+    gradient of it, or None. fake: forward for shapes only.
 
     Returns the function to call. In plain eager mode it calls both bodies from an autograd.Function: the dispatcher
     makes a call take about half as long again. A compiled graph holds name_forward and name_backward, which have no
     gradients of their own: torch.library would ask in Python in each call whether they are wanted.
     """
-    fake_backward = lambda *args: fake_gradients(args[results:results + tensors], half, args[0], args[-1])
+    names = results + twice
+    fake_backward = lambda *args: fake_gradients(args[names:names + tensors], half, args[0], args[-1])
     run_forward = body_or_op(f"longhorn::{name}_forward", forward, fake)
     run_backward = body_or_op(f"longhorn::{name}_backward", backward, fake_backward)
 
@@ -172,25 +174,34 @@ def differentiable(name, forward, backward, fake, tensors, results=1, half=None)
             ctx.save_for_backward(*[a if isinstance(a, Tensor) else None for a in args], *kept)
             ctx.mark_non_differentiable(*[a for a in kept if a is not None])
             ctx.set_materialize_grads(False)
-            return output
+            return (output, output.detach()) if twice else output
 
         @staticmethod
         def backward(ctx, *grads):
             saved, n = ctx.saved_tensors, len(ctx.others)
-            if all([g is None for g in grads[:results]]):
+            if all([g is None for g in grads[:names]]):
                 return (None,) * n
             inputs = [a if other is None else other for a, other in zip(saved, ctx.others, strict=False)]
             dy = torch.zeros_like(inputs[0]) if grads[0] is None else grads[0]
             run = Gradient.apply if torch.is_grad_enabled() else run_backward
             into = memory_of(inputs, half)
-            gradients = run(dy, *grads[1:results], *inputs, *saved[n:], *into)
+            gradients = run(dy, *grads[1:names], *inputs, *saved[n:], *into)
             gradients = [None if a is None else g for a, g in zip(inputs, gradients, strict=False)]
             if into and into[0] is not None:
                 gradients[half] = into[0]
             return *gradients, *[None] * (n - tensors)
 
-    apply = torch_private.fast_apply(Operator)
-    op = custom_op(f"longhorn::{name}", forward, Operator.apply, "CompositeImplicitAutograd")
+    def named(apply):
+        """`apply`, whose second result is kept in the first, for `again`."""
+        def run(*args):
+            output, second = apply(*args)
+            output.second_name = second
+            return output
+
+        return run if twice else apply
+
+    apply = named(torch_private.fast_apply(Operator))
+    op = custom_op(f"longhorn::{name}", forward, named(Operator.apply), "CompositeImplicitAutograd")
 
     def run(*args):
         if not is_plain(args[0]):
@@ -243,7 +254,7 @@ def tensors_only(like, tensors):
     return tensors if isinstance(tensors, Tensor) else tuple(map(empty, tensors))
 
 
-# -------------------------------------------------------------------------------------- two halves, and their gradients
+# --------------------------------------------------------------- gradients of two halves, and of a result used again
 
 def halves(both: Tensor) -> tuple[Tensor, Tensor]:
     """both.chunk(2, -1), without a copy in the backward if the halves go straight into operators: these write their
@@ -282,6 +293,21 @@ def half_of_gradient(a):
         parts = whole.chunk(2, -1)
         node.halves_buffer = whole, parts, dict(enumerate(parts))
     return node.halves_buffer[2].pop(a.output_nr, None)
+
+
+def again(x: Tensor) -> Tensor:
+    """x, for its second use. Autograd adds the gradients of two uses in a kernel of its own. If x comes straight out of
+    a convolution, the gradient of again(x) reaches the convolution's backward apart from that of x, and the backward
+    adds the two as it reads them; a hook on x then sees only that of x."""
+    return (_second_name if is_plain(x) else _again_op)(x)
+
+
+def _second_name(x):
+    second = getattr(x, "second_name", x)
+    return second if second.grad_fn is x.grad_fn else x  # another one: x was changed in place
+
+
+_again_op = custom_op("longhorn::again", again, _second_name, "CompositeImplicitAutograd")
 
 
 def flip(a, reverse, *dims):
@@ -393,9 +419,11 @@ def _conv_fake(x, weight, bias, state, silu, reverse):
     return launch.empty(x, *x.shape, dtype=x.dtype)
 
 
-def _conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
-                   silu: bool, reverse: bool, into: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias, dstate); dbias and dstate are None without a bias or state, dx if written to `into`."""
+def _conv_backward(dy: Tensor, dy_again: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
+                   state: Tensor | None, silu: bool, reverse: bool,
+                   into: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias, dstate) for the gradient dy + dy_again; dbias and dstate are None without a bias or state,
+    dx if written to `into`."""
     (B, T, D), W = x.shape, weight.shape[1]
     kernels = launch.Kernels(build.ConvArgs, x, W=W, silu=int(silu))
     kernels.reversed, rows, state = reverse, B * kernels.segments, flip(state, reverse, 0)
@@ -403,13 +431,15 @@ def _conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, s
     dweight = launch.empty(x, rows, W, D)
     dbias = launch.empty(x, rows, D) if bias is not None else None
     dstate = torch.zeros(state.shape, device=x.device) if state is not None else None  # zeros: T may be 0
-    kernels("causal_conv_backward", {"x": x, "dy": dy}, {"weight": weight, "bias": bias, "state": state},
-            dx=dx, dweight=dweight, dbias=dbias, dstate=dstate)
+    if dy_again is not None and kernels.dtype != dy.dtype:
+        dy, dy_again = dy + dy_again, None  # in float16, which the kernels on a CPU do not have
+    kernels("causal_conv_backward", {"x": x, "dy": dy, "dy_again": dy_again},
+            {"weight": weight, "bias": bias, "state": state}, dx=dx, dweight=dweight, dbias=dbias, dstate=dstate)
     dweight, dbias = launch.sums([dweight, dbias], [torch.float32] * 2, columns=W)
     return dx.to(x.dtype) if into is None else None, dweight, dbias, flip(dstate, reverse, 0)
 
 
-_conv_op = differentiable("causal_conv1d", _conv, _conv_backward, _conv_fake, tensors=4, half=0)
+_conv_op = differentiable("causal_conv1d", _conv, _conv_backward, _conv_fake, tensors=4, half=0, twice=True)
 
 
 # ------------------------------------------------------------------------------------------------------------ RMSNorm

@@ -533,8 +533,10 @@ def native_scan(**a):
     return OPERATORS["longhorn"].run("cpu", **a)
 
 
-def conv_wrong(dtype, W, B, T, D, **how):
-    """Where the convolution is wrong, with and without the optional arguments."""
+def conv_wrong(dtype, W, B, T, D, run=conv_run, **how):
+    """Where the convolution is wrong, with and without the optional arguments, the latter with two gradients."""
     a = conv_inputs(B, T, D, W, dtype)
     bare = conv_inputs(B, T, D, W, dtype, bias=False, state=False)
-    return wrong("conv", a, only="y", **how) | wrong("conv", bare, only="y", silu=False, **how)
+    twice = lambda f: lambda **a: {"y": (y := f(**a)["y"]), "again": ops.again(y)}
+    return wrong("conv", a, only="y", run=run, **how) | wrong(
+        "conv", bare, run=twice(run), true=twice(conv_truths), silu=False, **how)

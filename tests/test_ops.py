@@ -23,6 +23,7 @@ from operators import (
     conv_inputs,
     conv_true,
     distance,
+    graded,
     on_gpu,
     what_autograd_keeps,
     wrong,
@@ -34,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from initialisation import draw
 from kernels import build, ops
-from kernels.ops import attention, causal_conv1d, halves, linear_cross_entropy
+from kernels.ops import again, attention, causal_conv1d, halves, linear_cross_entropy
 from model import Longhorn, ModelConfig
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -253,7 +254,7 @@ def test_loss_makes_the_gradients_that_are_asked_for_and_differentiates_once():
         torch.autograd.grad(linear_cross_entropy(x, weight, targets), weight, create_graph=True)
 
 
-# ---------------------------------------------------------------------------------------------------------- two halves
+# ------------------------------------------------------------------------------------------ two halves, two gradients
 
 def block_and_rows(width):
     block = Longhorn(ModelConfig(n_embd=4, d_state=3), 0)
@@ -288,7 +289,7 @@ def test_gradients_of_halves_are_those_of_chunk(use):
     assert all(map(torch.equal, gradients[:4], gradients[4:]))
 
 
-def test_the_backward_of_a_block_joins_no_halves():
+def test_the_backward_of_a_block_joins_no_halves_and_adds_no_gradients():
     """It joins only the gradients of r, k and q. Modes that trace, count or choose what to recompute see this, because
     operators go through the dispatcher, forward and backward."""
     block, u = block_and_rows(4)
@@ -301,6 +302,17 @@ def test_the_backward_of_a_block_joins_no_halves():
     assert {"longhorn.causal_conv1d_forward.default", "longhorn.causal_conv1d_backward.default"} <= set(seen.names)
     assert torch.equal(gradient(compiled), want) and torch.equal(gradient(block), want)
     assert seen.names.count("aten.cat.default") == graphs[1].count("aten.cat.default") == 1
+    assert "aten.add" not in " ".join(seen.names) + graphs[1]
+
+
+@pytest.mark.parametrize("dtype", (F32, BF16, F16))
+@pytest.mark.parametrize("use", (
+    lambda y, again: y * again(y).sin(), lambda y, again: again(y).sin(),
+    lambda y, again: y.mul_(2) * again(y).sin()))
+def test_the_convolution_adds_two_gradients_as_autograd_does(use, dtype):
+    run = lambda name: graded(lambda **a: use(causal_conv1d(**a), name), conv_inputs(2, 37, 21, 4, dtype))
+    got, want = run(again), run(lambda y: y)
+    assert all(torch.equal(got[n], want[n]) for n in want)
 
 
 # ------------------------------------------------------------------------------------------------------- misfits, modes

@@ -160,6 +160,9 @@ def test_opcheck():
     settings = cu, "mamba_softplus", True, False
     torch.library.opcheck(torch.ops.longhorn.scan_forward.default, (*args, *settings))
     torch.library.opcheck(torch.ops.longhorn.scan.default, (*(v.requires_grad_() for v in args), *settings))
+    x = torch.ones(1, 3, 3)
+    given = x, x, x, x[0], None, None, True, False, None
+    torch.library.opcheck(torch.ops.longhorn.causal_conv1d_backward.default, given)
 
 
 def test_packed_sequences_compile_as_one_graph():
