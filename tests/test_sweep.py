@@ -391,25 +391,25 @@ SHARE = 4800 * 524288 * 783.9e6 / 2250e12 / 64 / WAITS
 # what the line adds to `paper longhorn mamba --dry-run`; how many times the next words are said; others
 PLANS = f"""
 --gpu=H100 --gpus=8            8  torchrun --standalone --nproc_per_node=8 train.py
-        longhorn 120M 129M 2.52B 32 23 of 80 GB 26%, measured {MINUTES:.0f} min 1
-        mamba 350M at 4096 372M 7.08B 4 32 of 80 GB 25%, assumed 2.2 h 1
+        longhorn 120M 128.6M 2.517B 32 23 of 80 GB 26%, measured {MINUTES:.0f} min 1
+        mamba 350M at 4096 371.5M 7.078B 4 32 of 80 GB 25%, assumed 2.2 h 1
         the dataset openwebtext is not prepared here
         8 runs, 38.4B tokens, 7.2e+19 FLOPs on 8 x H100, 1 at a time: about 10.0 h in all
         disk: 72 GB for checkpoints; 14 GB of tokens
 --gpu=a100                     8  nproc_per_node=8  23 of 80 GB 26%, measured {MINUTES * 989 / 312:.0f} min
 --gpu="NVIDIA A100-SXM4-40GB"  8  nproc_per_node=8  23 of 40 GB 26%, measured {MINUTES * 989 / 312:.0f} min
---gpu=rtx-4090 --gpus=4        8  nproc_per_node=4  longhorn 350M 370M 7.08B 8 18 of 24 GB 27%, measured
+--gpu=rtx-4090 --gpus=4        8  nproc_per_node=4  longhorn 350M 370M 7.078B 8 18 of 24 GB 27%, measured
         longhorn_350m.py --seed=1337 --micro_batch_size=8 --out_dir
 --gpu=H100 --gpus=12 --nproc=4     8  nproc_per_node=4  on 12 x H100, 3 at a time
 --gpu=B200 --gpus=64 --sizes=120M  2  torchrun --nnodes=8 --node_rank=$RANK --master_addr=$HOST --nproc_per_node=8 train
-        longhorn 120M 129M 2.52B 8 7 of 180 GB {SHARE:.0%}, waits for Python {WAITS + 8:.0f} s
-        mamba 120M 129M 2.52B 8 7 of 180 GB {SHARE:.0%}, waits for Python {WAITS + 8:.0f} s
+        longhorn 120M 128.6M 2.517B 8 7 of 180 GB {SHARE:.0%}, waits for Python {WAITS + 8:.0f} s
+        mamba 120M 129.2M 2.517B 8 7 of 180 GB {SHARE:.0%}, waits for Python {WAITS + 8:.0f} s
 --gpu=H200 --gpus=64 --cluster=slurm   1  torch.distributed.run --standalone --nproc_per_node=8 train.py
-        longhorn 350M at 4096 370M 7.08B 4 32 of 141 GB 25%, assumed 2.3 h
+        longhorn 350M at 4096 370M 7.078B 4 32 of 141 GB 25%, assumed 2.3 h
         on 64 x H200, 8 at a time: about 2.3 h in all  (slurm: gpus=8; ray: num_gpus=8)
         --out_dir=out/scaling_paper/longhorn_120M_4800steps_lr0.0006_seed1337 --resume=auto
 --gpu="GH200 480GB" --sizes=1b3 --steps=2000 --seeds=2     4  nproc_per_node=8
-        longhorn 1b3 1.33B 4.19B 8 53 of 96 GB  longhorn_1b3.py --max_iters=2000 --seed=1338 --out_dir
+        longhorn 1b3 1.332B 4.194B 8 53 of 96 GB  longhorn_1b3.py --max_iters=2000 --seed=1338 --out_dir
 --sizes=350M                   2  train.py  this takes years here; a plan for GPUs: --dry-run --gpus=8 --gpu=H100
 """
 
@@ -443,8 +443,8 @@ def row_of_plan(line, gigabytes=9999, nproc=6, records=(), **waiting):
                         f"--max_iters=310000 --micro_batch_size=3 --compile {line}".split())
     cell = Cell("run", [], at)
     with mock.patch.dict(machine.gpus.GPUS, H100=(989e12, gigabytes * 1e9)):
-        row = machine.place(cell, config, nproc, "H100", dict(records), waiting or {"gla": 1e-3, "llama": 2e-3})
-    return f"{row[4]}: {row[5]}, {row[6]}, {cell.seconds:.0f} s {cell.argv}"
+        machine.place(cell, config, nproc, "H100", dict(records), waiting or {"gla": 1e-3, "llama": 2e-3})
+    return "{micro-batch}: {memory}, {of the peak}, ".format(**at) + f"{cell.seconds:.0f} s {cell.argv}"
 
 
 # 3e6 tokens take 60 x 5 x 1000 + 2 x 50,000 bytes each, so 1200 GB beside 16 x 60; the check at the start 8 seconds

@@ -156,11 +156,7 @@ class Experiment:
 
     def say_plan(self, cells, jobs, where):
         """Print the plan: how many runs of each kind, and how long all take; jobs: at a time, 0: all."""
-        kinds = Counter(tuple(c.at[key] for key in self.columns) for c in cells)
-        rows = [[*self.columns, "runs"]]
-        for kind, runs in kinds.items():
-            rows.append([value if isinstance(value, str) else human(value, 4) for value in (*kind, runs)])
-        print(table(rows))
+        say_kinds(cells, self.columns)
         flops = sum(c.at.get("flops", 0) for c in cells)
         work = f", {flops:.2g} FLOPs" if flops else ""
         each = f" by {self.nproc} processes each" if self.nproc > 1 else ""
@@ -176,6 +172,16 @@ class Experiment:
             return
         command = cells[0].command(self.folder, self.nproc, self.program)
         print(f"nothing was run; it would begin with:\npython {shlex.join(command[1:])}")
+
+
+def say_kinds(cells, columns):
+    """Print a table of the kinds of cells, which differ in these parts of a cell's place, and of how many runs each
+    has."""
+    kinds = Counter(tuple(c.at[key] for key in columns) for c in cells)
+    rows = [[*columns, "runs"]]
+    for kind, runs in kinds.items():
+        rows.append([value if isinstance(value, str) else human(value, 4) for value in (*kind, runs)])
+    print(table(rows))
 
 
 def say_written(paths):

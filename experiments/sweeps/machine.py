@@ -15,15 +15,14 @@ import heapq
 import itertools
 import math
 import statistics
-from collections import Counter
 from pathlib import Path
 
 from common import gpus
 from common.errors import ConfigError
-from evaluation.tasks import table
 from experiments.pages import human
 from experiments.records import stem
 from experiments.sweeps import runner
+from experiments.sweeps.experiment import say_kinds
 from runtime.records import read_json
 
 RECORDS = Path(__file__).resolve().parents[2] / "results" / "h200"
@@ -32,7 +31,7 @@ MEASURED = {"optimizer": "adamw", "parallel": "ddp", "recompute": "none", "compi
             "backend": ""}  # and in bfloat16
 START_SECONDS = 8.0  # of a run: imports, the check at the start, the evaluation
 PER_NODE = 8  # GPUs
-COLUMNS = ["model", "size", "parameters", "tokens", "micro-batch", "memory", "of the peak", "a run", "runs"]
+COLUMNS = ("model", "size", "parameters", "tokens", "micro-batch", "memory", "of the peak", "a run")
 
 
 def torchrun(nproc):
@@ -80,7 +79,7 @@ def held_bytes(at, config, nproc):
 
 
 def place(cell, config, nproc, gpu, records, waiting):
-    """Set the `seconds` of a cell on nproc GPUs, and the micro-batch that fits in its arguments; returns its row.
+    """Set the `seconds` of a cell on nproc GPUs, the micro-batch that fits in its arguments, and COLUMNS in its place.
     records, waiting: from `measured`. Raises ConfigError if a step cannot be shared, or one sequence does not fit."""
     available = gpus.memory(gpu)
     at, source, share = cell.at, "assumed", ASSUMED
@@ -104,12 +103,15 @@ def place(cell, config, nproc, gpu, records, waiting):
     if record and factor == 1 and vars(config).items() >= MEASURED.items():
         largest, share, memory = record
         of_one, source = (memory - fixed) / largest, "measured"
-    while (memory := fixed + sequences * of_one) > 0.95 * available:
-        if sequences == 1:
-            raise ConfigError(f"{at['model']} {at['size']} does not fit: one sequence takes {memory / 1e9:.1f} GB, and "
-                              f"{gpu} has {available / 1e9:.0f} (5% stay free): choose --recompute=block, "
-                              "--parallel=fsdp with more GPUs, a shorter --block_size, another --gpu, or other --sizes")
+    room = 0.95 * available - fixed
+    if of_one > room:
+        takes = f"{(fixed + of_one) / 1e9:.1f}"
+        raise ConfigError(f"{at['model']} {at['size']} does not fit: one sequence takes {takes} GB, and {gpu} has "
+                          f"{available / 1e9:.0f} (5% stay free): choose --recompute=block, "
+                          "--parallel=fsdp with more GPUs, a shorter --block_size, another --gpu, or other --sizes")
+    while sequences * of_one > room:
         sequences //= 2
+    memory = fixed + sequences * of_one
     if sequences < config.micro_batch_size:
         cell.argv = [word for word in cell.argv if not word.startswith("--micro_batch_size=")]
         cell.argv.append(f"--micro_batch_size={sequences}")
@@ -119,8 +121,8 @@ def place(cell, config, nproc, gpu, records, waiting):
     if python > computing:
         share, source = share * computing / python, "waits for Python"
     cell.seconds = START_SECONDS + (1 + again / (3 * L)) * max(computing, python)
-    return [at["model"], at["size"], human(at["parameters"]), human(at["tokens"]), str(sequences),
-            f"{memory / 1e9:.0f} of {available / 1e9:.0f} GB", f"{share:.0%}, {source}", runner.hours(cell.seconds)]
+    at |= {"micro-batch": sequences, "memory": f"{memory / 1e9:.0f} of {available / 1e9:.0f} GB",
+           "of the peak": f"{share:.0%}, {source}", "a run": runner.hours(cell.seconds)}
 
 
 def seconds_of(cells, at_once, one_by_one):
@@ -151,22 +153,22 @@ def say_plan(cells, configs, gpu, count, nproc, one_by_one=False):
     if nproc > count:
         raise ConfigError(f"--nproc={nproc}: more than --gpus={count}")
     records, waiting = measured()
-    rows, kept = Counter(), 0
+    kept = 0
     for cell, config in zip(cells, configs, strict=True):
-        rows[tuple(place(cell, config, nproc, gpu, records, waiting))] += 1
+        place(cell, config, nproc, gpu, records, waiting)
         files = config.keep_checkpoints + 1 + len(config.keep_steps.replace(",", " ").split())  # 1: the best
         kept += checkpoint_bytes(cell.at, config) * files
     if nproc > PER_NODE and nproc % PER_NODE:
         raise ConfigError(f"{nproc} GPUs for a run are no whole nodes of {PER_NODE}: choose "
                           f"--nproc={nproc - nproc % PER_NODE}")
-    print(table([COLUMNS, *([*row, str(runs)] for row, runs in rows.items())]))
+    say_kinds(cells, COLUMNS)
     flops, tokens = (sum(cell.at[key] for cell in cells) for key in ("flops", "tokens"))
     at_once = max(1, count // nproc)
     order = ", one family after the other" if one_by_one else ""
     print(f"{len(cells)} runs, {human(tokens)} tokens, {flops:.2g} FLOPs on {count} x {name}, {at_once} at a time: "
           f"about {runner.hours(seconds_of(cells, at_once, one_by_one))} in all{order}; "
           f"the start of each, {START_SECONDS:.0f} s, is assumed")
-    if any("Python" in row[6] for row in rows):
+    if any("Python" in cell.at["of the peak"] for cell in cells):
         print("waits for Python: each layer and micro-batch takes what it took at the least on an H200, "
               f"{1000 * max(waiting.values()):.1f} ms without a record: larger micro-batches or fewer GPUs cost less")
     print("measured: on one H200 (results/h200), compiled, in bfloat16, with AdamW, ddp and no recompute; assumed: the "
