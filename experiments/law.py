@@ -29,6 +29,7 @@ from experiments import compare, fit, pages, records, sweep  # noqa: E402
 from experiments.figures import Curve, Panel, name_of  # noqa: E402
 from experiments.fit import MB, CannotFit, Family  # noqa: E402
 from experiments.pages import human, listed, table  # noqa: E402
+from experiments.sweeps.experiment import say_written  # noqa: E402
 from runtime.records import environment, fields, read_json, write_json  # noqa: E402
 
 HALF = " rate/2"  # in the label of a size at half its rate
@@ -155,9 +156,8 @@ def to_predict(families):
     for at in (cell.at for cell in cells):
         family = families[at["model"]]
         known = dict(zip(family.sizes, family.N.tolist(), strict=True))
-        *_, largest = known.values()
         N = known.get(at["size"], float(at["parameters"] - at["embedding"]))
-        is_larger = N > largest
+        is_larger = N > max(known.values())
         if at["size"] in known or is_larger:
             place = {key: at[key] for key in ("model", "size", "tokens")}
             rows.append({**place, "is_larger": is_larger, "N": N})
@@ -457,8 +457,7 @@ def main(argv):
         return predict(args.predict, families, args.least * MB, args.draws)
     out = args.out or (args.sweep.with_suffix("") if args.sweep.is_file() else args.sweep / "law" / "report")
     page_of = functools.partial(page, args=args, out=out)
-    for path in pages.report("scaling", "The law", page_of, args.sweep, out, args.accept_code).values():
-        print(f"wrote {path}")
+    say_written(pages.report("scaling", "The law", page_of, args.sweep, out, args.accept_code))
 
 
 if __name__ == "__main__":

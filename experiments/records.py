@@ -281,7 +281,7 @@ def check_place(kind, name, at, result, record):
         if setting in config:
             ran[key] = config[setting]
     ran |= {"model": config.get("pattern") or config["model"], "code": record["environment"]["code"],
-            "seed": config["seed"], "folder": Path(config["out_dir"]).name, "dtype": config["dtype"]}
+            "folder": Path(config["out_dir"]).name, "dtype": config["dtype"]}
     follows = {}  # from others of the run's numbers; what the plan says about them is an estimate
     if kind.measure == "val_loss":  # the others may stop early
         derived = record["derived"]
