@@ -555,25 +555,30 @@ def test_command_line_choices(argv, sizes):
     assert chosen("laptop", "longhorn", *argv.split()).sizes == sizes
 
 
+# family; the pattern, step and normalize_keys of its runs; their seeds
+LABELS = """
+longhorn*3,llama                               longhorn*3,llama explicit True  1001 1002
+longhorn@again                                 explicit True                   2001 2002
+deltanet                                       explicit True                   1001 1002
+deltanet@step=implicit                         implicit True                   1001 1002
+deltanet@step=implicit,normalize_keys=false    implicit False                  1001 1002
+"""
+
+
 def test_families_of_a_sweep_share_seeds_unless_a_word_says_otherwise():
     """A label (a word) gives a family other seeds, a setting keeps them; patterns are families. Settings for every run
     reach every run."""
-    steps = "deltanet", "deltanet@step=implicit", "deltanet@step=implicit,normalize_keys=false"
-    cells = every_cell(chosen("duel", "longhorn*3,llama", "longhorn@again", *steps, "--wandb=offline", "--seeds=2",
-                              "--budgets=512"))
+    models = [model for model, *_ in table(LABELS)]
+    cells = every_cell(chosen("duel", *models, "--wandb=offline", "--seeds=2", "--budgets=512"))
     assert len({c.name for c in cells}) == len(cells)
-    found = {}
+    seen = {}
     for c in cells:
-        assert "*" not in c.name and "," not in c.name
-        if c.at["size"] == "1.5M" and c.at["stage"] == "seed":
-            config = sweep.load(c.argv)
-            assert config.wandb == "offline"
-            kind = c.at["model"], config.pattern, config.step, config.normalize_keys
-            found.setdefault(kind, set()).add(config.seed)
-    assert found == {
-        ("longhorn*3,llama", "longhorn*3,llama", "explicit", True): {1001, 1002},
-        ("longhorn@again", "", "explicit", True): {2001, 2002}, (steps[0], "", "explicit", True): {1001, 1002},
-        (steps[1], "", "implicit", True): {1001, 1002}, (steps[2], "", "implicit", False): {1001, 1002}}
+        config = sweep.load(c.argv)
+        assert "*" not in c.name and "," not in c.name and config.wandb == "offline"
+        if c.at["stage"] == "seed":
+            kind = f"{config.pattern} {config.step} {config.normalize_keys}".strip()
+            seen.setdefault((c.at["model"], kind), set()).add(str(config.seed))
+    assert seen == {(model, kind): {*seeds.split()} for model, kind, seeds in table(LABELS)}
 
 
 @pytest.mark.parametrize("named, seen, ids", [
