@@ -361,12 +361,12 @@ def search(preset, folder, size, grids, go):
     while grids:
         cells = {model: search_cells(preset, model, size, grid) for model, grid in grids.items()}
         go(list(itertools.chain(*cells.values())))
-        unsettled = {}
-        for model, grid in grids.items():
+        for model in cells:
             best = bests[model] = searched(folder, cells[model])
-            if best and best.beyond and len(grid) < preset.sizes[size].rates + EXTENSIONS:
-                unsettled[model] = [*grid, three_digits(best.beyond)]
-        grids = unsettled
+            if best and best.beyond and len(grids[model]) < preset.sizes[size].rates + EXTENSIONS:
+                grids[model].append(three_digits(best.beyond))
+            else:
+                del grids[model]
     return bests
 
 
