@@ -84,6 +84,14 @@ def test_it_runs_what_is_not_finished_and_reports_failures(tmp_path, stand_in, c
     assert [cell_events(tmp_path, name).count("started") for name in ("bad", "a")] == [2, 1]
 
 
+@pytest.mark.parametrize("printed, why", [
+    ("a.py: error: no data\nSee the manual.", "a.py: error: no data"), ("Killed\n-----\nsubmitit INFO bye", "Killed"),
+    ("", "it printed nothing")])
+def test_why_a_cell_failed_is_what_its_last_try_said(tmp_path, printed, why):
+    (tmp_path / "out.txt").write_text(f"$ train.py\na.py: error: old\n$ train.py\n{printed}\n")
+    assert runner.last_words(tmp_path / "out.txt", "exit 2") == f"{why} (exit 2; all of it in {tmp_path}/out.txt)"
+
+
 def test_so_many_at_a_time(tmp_path, stand_in, monkeypatch):
     """With three cells on eight cores, each gets two threads."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
