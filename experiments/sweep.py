@@ -671,8 +671,8 @@ class Sweep(Experiment):
         """For the preset paper, print the commands of all cells, for the GPUs of a run."""
         if not cells or self.args.command != "paper" or self.args.cluster:
             return super().say_commands(cells)
+        nproc = self.nproc if self.args.gpu else self.args.gpus
         for c in cells:
-            nproc = self.nproc if self.args.gpu else self.args.gpus
             print(machine.torchrun(nproc), shlex.join(c.command(self.folder)[1:]))
         if self.args.gpus > nproc and len(cells) > 1:
             print("side by side, each run needs GPUs of its own by CUDA_VISIBLE_DEVICES: there, this command without "
