@@ -116,6 +116,19 @@ def settings(text):
     return {key: ... if value == "..." else json.loads(value) for key, value in pairs}
 
 
+def damaged(folder, acts):
+    """Do to files what a row of a table says: "PATTERN gone; PATTERN KEY=JSON KEY=JSON; PATTERN NEW TEXT"."""
+    for act in acts.split("; "):
+        pattern, _, what = act.partition(" ")
+        for path in list(folder.glob(pattern)):
+            if what == "gone":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            elif values := settings(what):
+                change(path, **values)
+            else:
+                path.write_text(f"{what}\n")
+
+
 def other_code(folder, code, files):
     """The same run with other code."""
     change(folder / "config.json", environment__code=code, environment__code_files=files, code_versions=[code])
@@ -171,30 +184,32 @@ def one(rows, **wanted):
 
 # -------------------------------------------------------------------------------------------------- reading the records
 
-# file; what is set in it (key=JSON), or its new text, or "gone"; the reason
+# what becomes of files, see `damaged`; why the victim is left out
 DAMAGE = f"""
-result.json  [1]     result.json is damaged
-config.json  gone    no config.json
-log.jsonl    {{"event": "eval", "step": 9, "val_loss": 1.25}}    does not end with the val_loss
-result.json  val_loss=50.0                      50.0, and guessing's 5.545
-result.json  code="000"                         another run's records: code
-result.json  tokens=7                           another run's records: tokens
-config.json  code_versions=["{CODE}", "b", "{CODE}"]    its code changed while it was down: {CODE}, then b, then {CODE}
-config.json  config__optimizer="muon"           optimizer muon where most have adamw
-config.json  data__identity__train="m1x"        comparable: train data m1x
-config.json  data__identity__val="ffff"         comparable: val data ffff
-result.json  val_tokens=7                       val_tokens is 38912, result.json says 7
-result.json  flops=7                            flops is
-result.json  seconds=7                          tokens_per_second is
-result.json  val_bits_per_byte=7                comparable: bytes per token 0.
-config.json  config__n_layer=3                  comparable: n_layer 3 where most have 2
-result.json  parameters=460001                  parameters is 460000, result.json says
-result.json  val_document_losses=[NaN, NaN, NaN, NaN, NaN, NaN, NaN, NaN]    do not add up to its loss
-config.json  config__init_from="out/old"        comparable: init_from out/old where most have
-config.json  config__learning_rate=1.0          another run's records: learning
-config.json  config__dtype="bfloat16"           another run's records: dtype is bfloat16
-result.json  parameters=0                       parameters is 0: not a number above 0
-result.json  seconds=null                       seconds is None: not a number above 0
+VICTIM/result.json [1]    result.json is damaged
+VICTIM/config.json gone    no config.json
+VICTIM/log.jsonl {{"event": "eval", "step": 9, "val_loss": 1.25}}    does not end with the val_loss
+VICTIM/result.json val_loss=50.0                      50.0, and guessing's 5.545
+VICTIM/result.json code="000"                         another run's records: code
+VICTIM/result.json tokens=7                           another run's records: tokens
+VICTIM/config.json code_versions=["{CODE}", "b", "{CODE}"]    its code changed while it was down: {CODE}, then b
+VICTIM/config.json config__optimizer="muon"           optimizer muon where most have adamw
+VICTIM/config.json data__identity__train="m1x"        comparable: train data m1x
+VICTIM/config.json data__identity__val="ffff"         comparable: val data ffff
+VICTIM/result.json val_tokens=7                       val_tokens is 38912, result.json says 7
+VICTIM/result.json flops=7                            flops is
+VICTIM/result.json seconds=7                          tokens_per_second is
+VICTIM/result.json val_bits_per_byte=7                comparable: bytes per token 0.
+VICTIM/config.json config__n_layer=3                  comparable: n_layer 3 where most have 2
+VICTIM/result.json parameters=460001                  parameters is 460000, result.json says
+VICTIM/result.json val_document_losses=[NaN, NaN, NaN, NaN, NaN, NaN, NaN, NaN]    do not add up to its loss
+VICTIM/config.json config__init_from="out/old"        comparable: init_from out/old where most have
+VICTIM/config.json config__learning_rate=1.0          another run's records: learning
+VICTIM/config.json config__dtype="bfloat16"           another run's records: dtype is bfloat16
+VICTIM/result.json parameters=0                       parameters is 0: not a number above 0
+VICTIM/result.json seconds=null                       seconds is None: not a number above 0
+VICTIM gone; mamba*/config.json environment__commit="0"    not run
+VICTIM/config.json config__block_size=512; plan.json cells__VICTIM__context=512    window 512 where most have 256
 """
 
 
@@ -210,16 +225,10 @@ def assert_left_out(folder, names, reason):
         assert victim.seed == 1 and victim[["val_loss", "tokens", "code"]].isna().all()  # it enters no mean
 
 
-@pytest.mark.parametrize("file, damage, reason", table(DAMAGE))
-def test_a_damaged_run_is_named_and_left_out(tmp_path, file, damage, reason):
+@pytest.mark.parametrize("damage, reason", table(DAMAGE))
+def test_a_damaged_run_is_named_and_left_out(tmp_path, damage, reason):
     names = make_sweep(tmp_path, **SMALL)
-    path = tmp_path / VICTIM / file
-    if values := settings(damage):
-        change(path, **values)
-    elif damage == "gone":
-        path.unlink()
-    else:
-        path.write_text(f"{damage}\n")
+    damaged(tmp_path, damage.replace("VICTIM", VICTIM))
     assert_left_out(tmp_path, names, reason)
 
 
@@ -235,29 +244,12 @@ def test_a_run_has_diverged_once_it_gave_up(tmp_path, last, reason):
     assert_left_out(tmp_path, names, reason)
 
 
-@pytest.mark.parametrize("other, reason", [
-    (None, "not run"), (VICTIM.replace("longhorn", "mamba"), "another run's records: model"),
-    (VICTIM.replace("460K", "130K"), "another run's records: folder")])
-def test_a_folder_that_is_not_there_or_anothers(tmp_path, other, reason):
+@pytest.mark.parametrize("other, reason", [("mamba_460K", "model"), ("longhorn_130K", "folder")])
+def test_a_folder_that_is_anothers(tmp_path, other, reason):
     names = make_sweep(tmp_path, SMALL["models"], SIZES, others=())
     shutil.rmtree(tmp_path / VICTIM)
-    if other:
-        shutil.copytree(tmp_path / other, tmp_path / VICTIM)
-    assert_left_out(tmp_path, names, reason)
-
-
-def test_a_run_of_other_windows_is_left_out_and_one_of_another_commit_with_the_same_sources_is_not(tmp_path):
-    names = make_sweep(tmp_path, **SMALL)
-    change(tmp_path / names[-1] / "config.json", environment__commit="0" * 40)
-    change(tmp_path / VICTIM / "config.json", config__block_size=512, config__eval_block_size=0)
-    change(tmp_path / "plan.json", **{f"cells__{VICTIM}__context": 512})
-    assert_left_out(tmp_path, names, "tokens per window 512 where most have 256")
-    for name in names:
-        if name.startswith("mamba"):  # a whole family, in both files
-            change(tmp_path / name / "config.json", config__dtype="bfloat16")
-            change(tmp_path / name / "result.json", dtype="bfloat16")
-    runs = records.read(tmp_path)
-    assert set(runs.left_out[runs.model == "mamba"]) == {"not comparable: dtype bfloat16 where most have float32"}
+    shutil.copytree(tmp_path / VICTIM.replace("longhorn_460K", other), tmp_path / VICTIM)
+    assert_left_out(tmp_path, names, f"another run's records: {reason}")
 
 
 @pytest.mark.parametrize("text", [
@@ -534,7 +526,7 @@ def test_numbers_have_three_digits_and_a_unit(n, text):
 # -------------------------------------------------------------------------------------------------- what cannot be told
 
 ODD_RATE = "mamba_460K_1024steps_lr0.004_seed1003"
-# how make_sweep is called; what becomes of files: a value is set, or they are gone; what the page says, or does NOT say
+# how make_sweep is called; what becomes of files, see `damaged`; what the page says, or does NOT say
 ODD = f"""
 seeds=[1001]    -    Longhorn has one seed at 460K, which gives no interval    NOT | **
         Longhorn is lowest, but cannot be tested against Mamba: two seeds are needed
@@ -542,11 +534,11 @@ noise=0.1    -    they cannot be told apart, and are equal within    NOT | **
 others=[256, 2048]    -    Loss after 1.05M tokens, 460K    | 460K | 1.05M | 3 |
 others=[256, 3000] seeds=[1001, 1002]    -    Loss after 3.07M tokens, 460K    | 460K | 3.07M | 2 |
 others=[256, 512]    mamba_460K_1024* gone    Loss after 524K tokens, 460K    NOT in common
-others=[256, 512]    mamba_460K_1024* gone, mamba_460K_512*seed100* gone, longhorn_460K_256* gone
+others=[256, 512]    mamba_460K_1024* gone; mamba_460K_512*seed100* gone; longhorn_460K_256* gone
         have no budget in common: nothing is compared    there is nothing to compare    NOT Loss after
 rates=[4e-3, 8e-3, 1.6e-2] noise=0    *lr0.016_seed1/result.json val_loss=null    0.016 diverged    , nan |
         460K, Longhorn: the best learning rate, 0.004, is still at the edge of those tried.
-noise=0    {ODD_RATE}/config.json config__learning_rate=8e-3, plan.json cells__{ODD_RATE}__learning_rate=8e-3
+noise=0    {ODD_RATE}/config.json config__learning_rate=8e-3; plan.json cells__{ODD_RATE}__learning_rate=8e-3
         460K, Mamba: seeds ran at several rates, 0.004, 0.008: those at 0.004 count.
 seeds=[1001, 1002] others=[512, 2048]    -    460K, Longhorn: the learning rate was chosen after 524K tokens
 others=[256, 512]    -    NOT was chosen after
@@ -555,6 +547,8 @@ sizes={{"460K": 460000, "130K": 130000}}    mamba_460K*/result.json val_loss=nul
         460K: 1 families with a loss: nothing to compare
 others=[]    */result.json val_bits_per_byte=...    ![Loss after    NOT | bits per byte |
         nats from Mamba at 460K; its budgets do not tell how many tokens that is    NOT times Mamba's tokens
+others=[256, 512]    mamba*/config.json config__dtype="bfloat16"; mamba*/result.json dtype="bfloat16"
+        not comparable: dtype bfloat16 where most have float32 (10)
 others=[256, 512]    *seed* gone    0 of 21 runs are used    There is no usable run.    not run (21)    NOT .png
 others=[256, 512]    plan.json cells={{}}    0 of 0 runs are used    There is no usable run.    NOT not run
 sizes={{"350M at 4096": 369800000}} paper=true gpu="H100"    -    | 2.859 |    the paper's |    GPU hours    NOT CPU
@@ -564,13 +558,7 @@ sizes={{"350M at 4096": 369800000}} paper=false    -    CPU hours    NOT 2.859  
 
 @pytest.mark.parametrize("made, damage, words", [(*row[:2], row[2:]) for row in table(ODD)])
 def test_what_the_page_of_odd_runs_says(told, made, damage, words):
-    def damaged(folder, names):
-        for what in damage.split(", ") if damage != "-" else ():
-            files, _, values = what.partition(" ")
-            for path in list(folder.glob(files)):
-                shutil.rmtree(path) if values == "gone" else change(path, **settings(values))
-
-    _, text = told(damaged, **settings(made))
+    _, text = told(lambda folder, names: damaged(folder, damage), **settings(made))
     assert [each for each in words if (each.removeprefix("NOT ") in text) == each.startswith("NOT ")] == []
 
 
