@@ -17,10 +17,10 @@ import unicodedata
 from pathlib import Path
 from unittest import mock
 
+from common.tokenizer_table import END, without_end
 from data.prepared import DataError
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")  # in tokenizer.json files
-END = "ends_documents"  # key in a table for the end-of-text token that the user named
 MOST_TOKENS = 2**24  # most tokens in a tokenizer.json
 # Where tokenizers cut in any context: all of them before a word; GPT-2's and its successors also after a line, and
 # before a comma.
@@ -331,15 +331,6 @@ class Text:
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         added = [{"id": special[name], "content": name, **flags} for name in sorted(special, key=special.get)]
         return {**json.loads(encoding.to_str()), "added_tokens": added}
-
-
-def without_end(table):
-    """(a table without the key END, the name that END held or None)."""
-    if not table or f'"{END}"' not in table:
-        return table, None
-    file = json.loads(table)
-    named = file.pop(END, None)
-    return json.dumps(file), named
 
 
 def whole_characters(text):

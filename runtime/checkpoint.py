@@ -30,6 +30,7 @@ import torch
 
 from common.errors import ConfigError, regular
 from common.files import replacing
+from common.tokenizer_table import vocabulary
 from runtime.records import MOVING
 
 VERSION = 1
@@ -293,14 +294,6 @@ class Initial:
         skipped = [f"skipped: {line}" for line in self.damaged]
         scored = [f"scored on {config.dataset}"] if config.eval_only else []
         return "; ".join([*skipped, f"weights from {origin} (step {step})", *taken, *self.changed, *scored])
-
-
-def vocabulary(table):
-    """A tokenizer's table, to compare: a tokenizer.json is parsed, and may end documents by any token (END of
-    data/tokenizer.py)."""
-    if table and table.startswith("{") and '"model"' in table:
-        return {**json.loads(table), "ends_documents": None}
-    return table
 
 
 def table_in_words(table):
