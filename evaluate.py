@@ -78,7 +78,7 @@ def main(argv):
     device = distributed.open_device(config)
     lm, meta = sample.load_model(config.out_dir, device)
     path = sample.checkpoint_at(config.out_dir)
-    crc32 = checkpoint.checksum(path)
+    crc32 = checkpoint.identity(path)[0]
     text = tokenizer_of(meta, config)
     harness = tasks.import_harness()
     loaded = harness.load_tasks(tasks.named(config.tasks, ROOT / "data" / "pystdlib"), config.include or None)

@@ -338,7 +338,7 @@ def write_files(folder, config, tensors, files=()):
     """config.json, with the checksum of the weights, model.safetensors and `files`, {name: text}."""
     weights = folder / "model.safetensors"
     checkpoint.save(weights, tensors, {}, kind="pt")  # the only kind that transformers reads
-    run = {**config.get("run", {}), "weights_crc32": checkpoint.checksum(weights)}
+    run = {**config.get("run", {}), "weights_crc32": checkpoint.identity(weights)[0]}
     write_json(folder / "config.json", {**config, "run": run})
     for name, text in dict(files).items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -424,7 +424,7 @@ def load(folder):
         recorded = as_recorded(folder, config, ["config.json"])
         if config.get("model_type") != OURS:
             return beside_theirs(folder)
-        if gone := checkpoint.former_setting({"config": config}):
+        if gone := checkpoint.former_setting(config):
             raise ValueError(gone)
         lm = filled(sample.sizes_of(config), tensors_in(files), OURS)
         if recorded:
@@ -656,7 +656,7 @@ def as_recorded(folder, there, files=()):
     config.json."""
     path, run = folder / "model.safetensors", {**(there.get("run") or {})}
     try:
-        crc32 = checkpoint.checksum(path)
+        crc32 = checkpoint.identity(path)[0]
     except checkpoint.CheckpointError:
         return None
     if run.pop("weights_crc32", crc32) != crc32:

@@ -34,16 +34,17 @@ from common.tokenizer_table import vocabulary
 from runtime.records import MOVING
 
 VERSION = 1
-NEWEST, BEST = "checkpoint.safetensors", "best.safetensors"
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-          torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-          torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64"}
+NEWEST = "checkpoint.safetensors"
+BEST = "best.safetensors"
+NAMES = ("float64=F64 float32=F32 float16=F16 bfloat16=BF16 bool=BOOL int64=I64 int32=I32 int16=I16 int8=I8 uint8=U8 "
+         "uint16=U16 uint32=U32 uint64=U64")  # of dtypes, in PyTorch and in the file
+DTYPES = {getattr(torch, ours): theirs for ours, theirs in (pair.split("=") for pair in NAMES.split())}
 CRC = '"crc32":"%08x"'
-FORMER = {"as_released": (False, "the models rwkv_released, retnet_released and gla_released")}  # setting: its default
 IMPORT = "python export.py --from_hf={0} --out_dir=RUN"
 DOWNLOAD = ("a model on the hub is downloaded first, and imported: hf download {0} --local-dir=FOLDER, then "
             + IMPORT.format("FOLDER"))
-MALFORMED = ValueError, LookupError, TypeError, AttributeError, RecursionError  # what a file of any content can raise
+# what a file of any content can raise
+MALFORMED = ValueError, LookupError, TypeError, AttributeError, RecursionError, safetensors.SafetensorError
 
 
 class CheckpointError(ConfigError):
@@ -81,11 +82,13 @@ def save(path, tensors, meta, kind="longhorn checkpoint", values=None):
 def _header(path, tensors, meta, kind):
     """A safetensors header with the file's length, and zeros in place of its CRC-32."""
     about = {"format": kind, "version": str(VERSION), "bytes": "0" * 16, "crc32": "0" * 8, "meta": json.dumps(meta)}
-    entries, end = {"__metadata__": about}, 0
+    entries = {"__metadata__": about}
+    end = 0
     for name, t in tensors.items():
         if t.dtype not in DTYPES or t.layout != torch.strided or t.is_meta or name in entries:
             raise TypeError(f"{path}: cannot store {name!r} ({t.dtype})")
-        start, end = end, end + t.numel() * t.element_size()
+        start = end
+        end += t.nbytes
         entries[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":"))
     text += " " * (-len(text) % 8)
@@ -107,7 +110,8 @@ def load(path, prefix=""):
             actual = zlib.crc32(start.replace(f'"crc32":"{crc}"'.encode(), (CRC % 0).encode(), 1))
             while chunk := f.read(1 << 22):
                 actual = zlib.crc32(chunk, actual)
-        version, total = int(header["version"]), int(header["bytes"])
+        version = int(header["version"])
+        total = int(header["bytes"])
         if version != VERSION:
             wrong = f"format version {version} is unknown (this code reads {VERSION}): use the code that wrote it"
         elif size != total:
@@ -118,13 +122,13 @@ def load(path, prefix=""):
             with safetensors.safe_open(path, "pt") as f:  # cloned: the library's tensors are views of the mapped file
                 tensors = {name: f.get_tensor(name).clone() for name in f.keys() if name.startswith(prefix)}
             meta = json.loads(header["meta"])
-            wrong = former_setting(meta)
+            wrong = former_setting(meta.get("config"))
             if not wrong:
                 return tensors, meta
     except OSError as error:
         hint = f": {none_here(Path(path).parent)}" if isinstance(error, FileNotFoundError) else ""
         raise CheckpointError(f"{path}: {error.strerror or error}{hint}") from error
-    except (safetensors.SafetensorError, *MALFORMED) as error:
+    except MALFORMED as error:
         raise CheckpointError(f"{path}: cut short, damaged, or not a checkpoint of this project (a pickle of "
                               "torch.save could run code and is never opened)") from error
     raise CheckpointError(f"{path}: {wrong}")
@@ -138,39 +142,29 @@ def none_here(place):
     return "no checkpoint was saved here" + (f" (the newest are in {runs})" if runs else "")
 
 
-def former_setting(meta):
+def former_setting(settings):
     """A line if a setting that no longer exists was not at its default; else None."""
-    config = meta.get("config")
-    for key, (default, instead) in FORMER.items():
-        if isinstance(config, dict) and config.get(key, default) != default:
-            return f"{key}={config[key]} is no longer a setting, but {instead}: use the commit that config.json names"
-    return None
+    if isinstance(settings, dict) and settings.get("as_released"):
+        return (f"as_released={settings['as_released']} is no longer a setting, but the models rwkv_released, "
+                "retnet_released and gla_released: use the commit that config.json names")
 
 
 def _read_header(f):
-    """(the bytes before the tensors, __metadata__) of an open file, without the gigabytes of tensors."""
+    """(the bytes before the tensors, __metadata__) of an open file."""
     length = f.read(8)
     text = f.read(min(int.from_bytes(length, "little"), os.fstat(f.fileno()).st_size))
     return length + text, json.loads(text)["__metadata__"]
 
 
-def _in_header(path, read):
-    """read(a checkpoint's header), without reading the rest. Raises CheckpointError."""
+def identity(path):
+    """(the CRC-32 that identifies a checkpoint, the dict saved with it), without reading its gigabytes of tensors.
+    Raises CheckpointError."""
     try:
         with open(regular(path), "rb") as f:
-            return read(_read_header(f)[1])
+            header = _read_header(f)[1]
+            return header["crc32"], json.loads(header["meta"])
     except (OSError, *MALFORMED) as error:
         raise CheckpointError(f"{path}: not readable as a checkpoint ({error})") from error
-
-
-def checksum(path):
-    """The CRC-32 in a checkpoint's header, which identifies it. Raises CheckpointError."""
-    return _in_header(path, lambda header: str(header["crc32"]))
-
-
-def meta_of(path):
-    """The dict that was saved with a checkpoint. Raises CheckpointError."""
-    return _in_header(path, lambda header: json.loads(header["meta"]))
 
 
 def _earlier(folder):
@@ -194,7 +188,7 @@ def steps(folder):
     paths = {}
     for path in candidates(folder):
         with contextlib.suppress(*MALFORMED):
-            paths.setdefault(meta_of(path)["step"] + 0, path)
+            paths.setdefault(identity(path)[1]["step"] + 0, path)
     return paths
 
 
@@ -230,13 +224,16 @@ class Initial:
     """
 
     def __init__(self, config, fields=()):
-        self.config, self.path, self.taken, self.changed = config, None, [], []
+        self.config = config
+        self.path = None
+        self.taken = []
+        self.changed = []
         if not (config.init_from or config.eval_only):
             return
         resumes = config.resume != "never" and not config.eval_only
         own = list(steps(config.out_dir).values()) if resumes else []
         if own:
-            self.meta = meta_of(own[0])
+            self.meta = identity(own[0])[1]
         else:
             self.path, self.weights, self.meta, self.damaged = load_first(self.places(), weights=True)
         with fitting(self.path or own[0]):
@@ -273,10 +270,12 @@ class Initial:
         """Load the weights, if there are any; returns a line that says so. Raises ConfigError."""
         if not self.path:
             return ""
-        config, origin = self.config, self.path
+        config = self.config
+        origin = self.path
         with fitting(origin):
             for key, shown in ("table", table_in_words), ("tokenizer", repr):
-                trained, given = self.meta.get(key), data.meta.get(key)
+                trained = self.meta.get(key)
+                given = data.meta.get(key)
                 if trained and vocabulary(trained) == vocabulary(given):  # whatever it is called
                     break
                 if trained and given:
@@ -285,9 +284,9 @@ class Initial:
                                       "a --dataset that uses it")
             step = self.meta["step"] + 0  # a TypeError unless it is a number
             if wrong := misfit(self.weights, model):
-                back = ["leave these settings out (of config files too) to take them from it"] if self.changed else []
-                raise ConfigError("; ".join([f"{origin}: its weights do not fit this model: {wrong}", *self.changed,
-                                             *back]))
+                if self.changed:
+                    self.changed.append("leave these settings out (of config files too) to take them from it")
+                raise ConfigError("; ".join([f"{origin}: its weights do not fit this model: {wrong}", *self.changed]))
             model.load_state_dict(self.weights)
         self.weights = None
         taken = [f"taken from it: {', '.join(self.taken)}"] if self.taken else []
@@ -317,8 +316,10 @@ class CheckpointManager:
     """A run's checkpoints: checkpoint.safetensors (the newest), checkpoint-500.safetensors and so on (the earlier ones:
     `keep` in all, plus `kept_steps`), best.safetensors (lowest validation loss). At least one is always intact."""
 
-    def __init__(self, folder, keep=2, kept_steps=frozenset()):
-        self.folder, self.keep, self.kept_steps = Path(folder), keep, kept_steps
+    def __init__(self, folder, keep=2, kept_steps=()):
+        self.folder = Path(folder)
+        self.keep = keep
+        self.kept_steps = {*kept_steps}
         self.newest_step = None  # step of checkpoint.safetensors, if that is intact
         self.best = None  # [loss, step] of best.safetensors
 
@@ -338,18 +339,18 @@ class CheckpointManager:
         for step in there.keys() - {*kept} - self.kept_steps:
             there[step].unlink(missing_ok=True)
 
-    def save(self, state, meta, loss=None, values=None):
-        """Save `state` (see flatten) and `meta`, which has "step"; `loss`: validation loss; `values`: see save.
+    def save(self, tensors, meta, loss=None, values=None):
+        """Save `tensors` and `meta`, which has "step"; `loss`: validation loss; `values`: see save.
 
         Raises TypeError for values that cannot be stored, OSError if the disk refuses; earlier checkpoints stay.
         """
-        tensors, skeleton = flatten(state)
-        newest, step = self.folder / NEWEST, meta["step"]
+        newest = self.folder / NEWEST
+        step = meta["step"]
         is_best = loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best[0])
         best = [loss, step] if is_best else self.best
         if self.newest_step is not None and newest.exists():
             _link(newest, self.folder / f"checkpoint-{self.newest_step}.safetensors")
-        save(newest, tensors, {**meta, "skeleton": skeleton, "best": best}, values=values)
+        save(newest, tensors, {**meta, "best": best}, values=values)
         self.newest_step = step
         if is_best:
             _link(newest, self.folder / BEST)
@@ -416,7 +417,7 @@ def fitting(path):
         yield
     except (torch.OutOfMemoryError, ConfigError):
         raise
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, OverflowError, SyntaxError) as error:
+    except (*MALFORMED, RuntimeError, OverflowError, SyntaxError) as error:
         words = " ".join(str(error).split()) or type(error).__name__  # load_state_dict's first line says nothing
         raise CheckpointError(f"{path}: does not fit this run ({words[:200]})") from error
 
@@ -424,9 +425,11 @@ def fitting(path):
 def misfit(weights, model):
     """A line about the first tensor of a state_dict that does not fit the model; None if all fit. The value of
     get_extra_state may be of any type and shape."""
-    saved, expected = _shapes(weights), _shapes(model.state_dict())
+    saved = _shapes(weights)
+    expected = _shapes(model.state_dict())
     for name in {**expected, **saved}:
-        before, now = saved.get(name, "missing"), expected.get(name, "missing")
+        before = saved.get(name, "missing")
+        now = expected.get(name, "missing")
         if before != now:
             return f"{name} is {before} in the checkpoint, {now} in the model"
 

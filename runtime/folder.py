@@ -27,21 +27,17 @@ from runtime import checkpoint, distributed, records
 from runtime.distributed import resume_command
 
 OF_THE_SCHEDULE = {"max_iters", "decay_iters"}  # may change if the learning rates of the steps already done do not
-# Settings that may change on resume, because they change a loss only by rounding. Everything else is refused.
-MAY_CHANGE_ON_RESUME = {
-    "out_dir", "resume", "micro_batch_size", "eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size",
-    "log_interval", "checkpoint_interval", "keep_checkpoints", "keep_steps",
-    "wandb", "wandb_project", "wandb_run_name", "device", "compile", "graphs", "parallel", "recompute", "max_bad_steps",
-    "backend", "loss_from_logits", "self_check", "timeout_minutes",
-    "workers",  # of image runs
-    "branch",  # used only without a checkpoint
-    "dataset",  # compared by the hash of its content instead
-    *OF_THE_SCHEDULE,
-}
+# Settings that may change on resume, because they change a loss only by rounding; workers are of image runs, branch is
+# used only without a checkpoint, dataset is compared by the hash of its content instead. Everything else is refused.
+MAY_CHANGE_ON_RESUME = OF_THE_SCHEDULE | {*"""
+    out_dir resume branch dataset micro_batch_size workers device backend compile graphs parallel recompute
+    loss_from_logits self_check timeout_minutes max_bad_steps eval_interval eval_tokens final_eval_tokens
+    eval_block_size log_interval checkpoint_interval keep_checkpoints keep_steps wandb wandb_project wandb_run_name
+""".split()}
 OF_A_NODE = {"out_dir", "dataset", "device", "micro_batch_size", "workers"}  # may differ from rank to rank
 COMPARED_OVER = ("eval_tokens", "eval_block_size")  # a loss over different tokens cannot be compared with the best
 LOCK_SECONDS = 300  # the longest wait for the process whose run we resume: it may still be saving
-SAVED = ("seconds", "skipped", "bad", "best_val_loss", "ended", "code_versions", "wandb_id")
+SAVED = "seconds skipped bad best_val_loss ended code_versions wandb_id".split()
 
 
 @dataclass
@@ -88,7 +84,9 @@ class Folder:
     """
 
     def __init__(self, config, model, data, say=print):
-        self.config, self.model, self.data = config, model, data
+        self.config = config
+        self.model = model
+        self.data = data
         self.say = say
         self.out = Path(config.out_dir)
         self.is_main = distributed.rank() == 0
@@ -112,9 +110,10 @@ class Folder:
         """Unlocks the folder. Running out of memory becomes one line."""
         if self.is_main:
             self.lock.close()
-        if error is not None and is_out_of_memory(error):
+        if is_out_of_memory(error):
             traceback.clear_frames(trace)  # they keep the activations alive
-            size, block_size = self.config.micro_batch_size, self.config.block_size
+            size = self.config.micro_batch_size
+            block_size = self.config.block_size
             way_out = "choose a smaller block_size or model, or --dtype=bfloat16"
             if size > 1:
                 command = resume_command(f"--micro_batch_size={size // 2}", "--resume=auto")
@@ -136,24 +135,25 @@ class Folder:
         """
         config = self.config
         self.optimizers = optimizers
-        self.kept_steps = numbers_in(config.keep_steps)
-        self.manager = checkpoint.CheckpointManager(self.out, config.keep_checkpoints, self.kept_steps)
-        found = Found(self.progress, self.derived(counts))
+        self.manager = checkpoint.CheckpointManager(self.out, config.keep_checkpoints, numbers_in(config.keep_steps))
+        world = distributed.world_size()
+        found = Found(self.progress, {
+            "processes": world, "tokens": config.max_iters * config.batch_tokens,
+            **distributed.machine(next(self.model.parameters()).device), **counts, **self.data.derived(config, world)})
         if self.is_main:
             found.environment = records.environment()  # may raise, so call it before moving files
         checkpoints = checkpoint.candidates(self.out)
         self.continues = config.resume != "never" and bool(checkpoints)
-        path, meta = None, {}
+        path = None
+        meta = {}
         if self.continues or config.branch:
-            path, meta, found.notes = self.restore_first(checkpoints, schedule)
-            found.step = meta["step"]
+            path, meta = self.restore_first(found, checkpoints, schedule)
         self.saved_step = found.step if self.continues else 0
         self.check_ranks_agree(step=found.step)
-        if found.step > 0 and self.progress.at_end(found.step) and (self.out / "result.json").exists():
+        if self.progress.at_end(found.step) and (self.out / "result.json").exists():
             if self.is_result_of(meta):
                 found.is_complete = True
-                wrong = records.log_until(self.out, found.step, meta.get("log_crc32"))[2]
-                found.notes = [wrong] if wrong else []
+                found.notes = [records.log_until(self.out, found.step, meta.get("log_crc32"))[2]]
                 return found
             found.notes.append(f"{self.out / 'result.json'} is damaged or belongs to another run: it is made again")
         if self.is_main:
@@ -161,14 +161,16 @@ class Folder:
                 self.open_records(found, path, meta)
         return found
 
-    def restore_first(self, checkpoints, schedule):
-        """Restore the newest intact checkpoint of the run or its trunk: (its path, its meta, lines for the screen)."""
+    def restore_first(self, found, checkpoints, schedule):
+        """Restore the newest intact checkpoint of the run or its trunk, and note it: (its path, its meta)."""
         if not self.continues:
             checkpoints = [branch_point(self.config, self.out)]
         path, tensors, meta, damaged = checkpoint.load_first(checkpoints)
         with checkpoint.fitting(path):
-            if self.continues:
-                self.keep_more_steps(numbers_in(meta["config"].get("keep_steps", "")))
+            if self.continues:  # checkpoints kept on purpose stay, even if keep_steps is not given again
+                kept = self.manager.kept_steps
+                kept |= numbers_in(meta["config"].get("keep_steps", ""))
+                self.config.keep_steps = ",".join(map(str, sorted(kept)))
             else:  # a branch has all of its trunk's weights, whatever init_from says
                 meta["config"]["init_from"] = self.config.init_from
             changes = self.compare(path, meta, schedule)
@@ -176,41 +178,38 @@ class Folder:
             self.data.verify()  # the files were copied or changed since; 18 GB take a minute
         with writing_to(self.out), checkpoint.fitting(path):
             self.restore(path, tensors, meta)
+        found.step = meta["step"]
         how = "continuing" if self.continues else "branching"
-        notes = [f"skipped: {line}" for line in damaged]
-        notes.append("; ".join([f"{how} from {path} at step {meta['step']}", *changes]))
-        return path, meta, notes
-
-    def keep_more_steps(self, steps):
-        """Checkpoints kept on purpose stay, even if keep_steps is not given again."""
-        self.kept_steps |= steps
-        self.config.keep_steps = ",".join(map(str, sorted(self.kept_steps)))
+        found.notes = [f"skipped: {line}" for line in damaged]
+        found.notes.append("; ".join([f"{how} from {path} at step {found.step}", *changes]))
+        return path, meta
 
     def compare(self, path, meta, schedule):
         """A phrase per changed setting. Raises ConfigError if this run cannot continue from the checkpoint."""
-        config, step = self.config, meta["step"] + 0
+        config = self.config
+        step = meta["step"] + 0
         before = {f.name: meta["config"].get(f.name, f.default) for f in dataclasses.fields(config)}
         self.keep_warmup(before)
         now = self.settings
-        changed = [key for key in before if before[key] != now[key]]
-        serious = [key for key in changed if key not in MAY_CHANGE_ON_RESUME]
+        changes = {key: f"{key} {before[key]!r} -> {now[key]!r}" for key in before if before[key] != now[key]}
+        serious = [words for key, words in changes.items() if key not in MAY_CHANGE_ON_RESUME]
         if serious:
-            words = ", ".join(f"{key} {before[key]!r} -> {now[key]!r}" for key in serious)
-            raise ConfigError(f"{path} belongs to another run: {words}; undo this, or choose another out_dir")
-        planned = {key: before[key] for key in changed if key in OF_THE_SCHEDULE}
-        old = dataclasses.replace(config, **planned)
+            raise ConfigError(f"{path} belongs to another run: {', '.join(serious)}; undo this, or choose another "
+                              "out_dir")
+        planned = sorted(OF_THE_SCHEDULE & changes.keys())
+        old = dataclasses.replace(config, **{key: before[key] for key in planned})
         if step > config.max_iters or planned and any(schedule(s, old) != schedule(s, config) for s in range(step)):
-            words = ", ".join(f"{key} {planned[key]} -> {now[key]}" for key in planned)
             raise ConfigError(
-                f"{words} would change the learning rates of the {step} steps already done: a run can be extended with "
-                "--schedule=constant, or with --schedule=wsd before its decay (--branch)"
+                f"{', '.join(changes[key] for key in planned)} would change the learning rates of the {step} steps "
+                "already done: a run can be extended with --schedule=constant, or with --schedule=wsd before its decay "
+                "(--branch)"
             )
         if meta["data"] != self.data.identity:
             raise ConfigError(
                 f"this run was trained on different data (its sha256 differs from {path}): prepare it as before, or "
                 "choose another out_dir"
             )
-        return [f"{key} was {before[key]!r}, is {now[key]!r}" for key in changed]
+        return changes.values()
 
     def keep_warmup(self, before):
         """An extended run keeps its warmup, 5% of its first max_iters, unless warmup_iters is given."""
@@ -231,10 +230,13 @@ class Folder:
             setattr(self.progress, name, meta[name])
         if not self.continues:
             self.progress.wandb_id = None  # a branch is a run of its own
-        before, now = meta["config"], self.settings
+        before = meta["config"]
+        now = self.settings
         if not self.continues or any(before.get(key) != now.get(key) for key in COMPARED_OVER):
-            self.progress.best_val_loss, meta["best"] = math.inf, None
-        current, cut = self.model.state_dict(), distributed.cut_like
+            self.progress.best_val_loss = math.inf
+            meta["best"] = None
+        current = self.model.state_dict()
+        cut = distributed.cut_like
         self.model.load_state_dict({name: cut(t, current.get(name)) for name, t in state["model"].items()})
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -266,8 +268,8 @@ class Folder:
         """True if out_dir holds records of this same run, killed before its first checkpoint: it then starts over."""
         if self.config.resume != "auto" or (self.out / "result.json").exists():
             return False
-        config = self.record("config.json").get("config")
-        return isinstance(config, dict) and {**config, "resume": ""} == {**self.settings, "resume": ""}
+        begun = self.record("config.json").get("config")
+        return begun in [{**self.settings, "resume": how} for how in ("never", "auto")]
 
     def record(self, name):
         """A record in out_dir; empty if it is missing or damaged."""
@@ -277,34 +279,26 @@ class Folder:
 
     # ------------------------------------------------------------------------------------------------------- records
 
-    def derived(self, counts):
-        """Values for config.json that follow from the settings, data, model and machine."""
-        config = self.config
-        world = distributed.world_size()
-        machine = distributed.machine(next(self.model.parameters()).device)
-        tokens = config.max_iters * config.batch_tokens
-        return {"processes": world, "tokens": tokens, **machine, **counts, **self.data.derived(config, world)}
-
     def open_records(self, found, path, meta):
         """Move an earlier run aside; write config.json and open the log at the step that was found. Rank 0 only."""
         if not self.continues and not self.began_before() and records.run_files(self.out):
             self.aside = records.move_aside(self.out)
         if self.aside:
             found.notes.insert(0, f"the earlier run is kept as {self.aside}")
-        if path is not None and not self.continues:  # a branch's log starts with its trunk's
+        if self.config.branch and not self.continues:  # a branch's log starts with its trunk's
             shutil.copyfile(path.parent / "log.jsonl", self.out / "log.jsonl")
         (self.out / "result.json").unlink(missing_ok=True)  # from before the run was extended
-        code, versions = found.environment["code"], self.progress.code_versions
+        code = found.environment["code"]
+        versions = self.progress.code_versions
         if code not in versions[-1:]:
             if versions:
                 found.notes.append(f"the code was {versions[-1]}, is now {code}: config.json names both")
             versions.append(code)
-        began = self.record("config.json").get("time") if found.step > 0 else None  # a branch has no config.json yet
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         about_data = {key: value for key, value in self.data.meta.items() if key != "table"}  # long; in checkpoints
         records.write_json(self.out / "config.json", {
             "config": self.settings, "derived": found.derived, "environment": found.environment,
-            "code_versions": versions, "time": began or now,
+            "code_versions": versions, "time": self.record("config.json").get("time", now),
             "data": {**about_data, "identity": self.data.identity}})
         self.log = found.log = records.Log(self.out, found.step, meta.get("log_crc32"))
         if self.log.damage:
@@ -317,10 +311,11 @@ class Folder:
 
         val_loss: from this step's evaluation, to choose the best checkpoint; None if there was none.
         """
-        interval, done = self.config.checkpoint_interval, step + 1
+        interval = self.config.checkpoint_interval
+        done = step + 1
         last = stopping or self.progress.at_end(done)
         due = done % interval == 0 if interval else val_loss is not None
-        if done > self.saved_step and (last or due or done in self.kept_steps):
+        if done > self.saved_step and (last or due or done in self.manager.kept_steps):
             self.data.check_unchanged()
             self.save(done, val_loss)
         if last and self.is_main and self.saved_step < done:
@@ -333,24 +328,25 @@ class Folder:
         """Gather the state on rank 0, which writes it, one tensor at a time."""
         state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers],
                  "rng": checkpoint.rng_state()}
-        values = map(distributed.whole, checkpoint.in_order(checkpoint.flatten(state)[0]).values())
+        tensors, skeleton = checkpoint.flatten(state)
+        values = map(distributed.whole, checkpoint.in_order(tensors).values())
         try:
             if self.is_main:
-                self.write(state, values, done, val_loss)
+                self.write(tensors, skeleton, values, done, val_loss)
         finally:
             for _ in values:  # every process must take part in gathering each sharded tensor
                 pass
 
-    def write(self, state, values, done, val_loss):
-        """Write the checkpoint after `done` steps; `values`: the tensors of `state`, in order, gathered."""
-        meta = {"step": done, "tokens": done * self.config.batch_tokens, "config": self.settings,
+    def write(self, tensors, skeleton, values, done, val_loss):
+        """Write the checkpoint after `done` steps; `values`: the tensors, in order, gathered."""
+        meta = {"skeleton": skeleton, "step": done, "tokens": done * self.config.batch_tokens, "config": self.settings,
                 **{name: getattr(self.progress, name) for name in SAVED}, "seconds": self.progress.seconds_now(),
                 "data": self.data.identity, "file_times": getattr(self.data, "file_times", None),
                 "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table"),
                 "log_crc32": self.log.crc32}
         self.log.sync()  # no checkpoint may be on disk before the log that leads to it
         try:
-            self.manager.save(state, meta, val_loss, values)
+            self.manager.save(tensors, meta, val_loss, values)
             self.saved_step = done
         except OSError as error:  # such as a full disk; earlier checkpoints are untouched
             self.say(f"step {done}: checkpoint not written ({error}); the one before stays")

@@ -465,7 +465,7 @@ def test_what_may_change_when_a_run_continues(whole, data, ran, out, tmp_path):
     moved = shutil.copytree(data, tmp_path / "moved")
     changes = {"eval_interval": 4, "timeout_minutes": 3.0, "keep_checkpoints": 5, "checkpoint_interval": 6}
     go_on = functools.partial(ran, out, dataset=moved, resume="auto", **changes)
-    assert "eval_interval was 5, is 4" in go_on().out and losses(out) == losses(whole)
+    assert "eval_interval 5 -> 4" in go_on().out and losses(out) == losses(whole)
     assert record(out)["best_val_loss"] == 0.5 and record(out)["skipped_steps"] == 2
     assert 1000 < saved(out)[1]["seconds"] <= record(out)["seconds"] < 2000
     left = {p.name: p.read_bytes() for p in out.iterdir()}
@@ -521,7 +521,7 @@ def test_a_run_goes_on_longer(data, ran, out, tmp_path, changes, stop):
     ran(out, **plan, LM=stops_at(stop))
     assert (out / "result.json").exists() == (stop == plan.get("max_iters", 12))
     said = ran(out, **longer, LM=stops_at(2)).out
-    assert f"max_iters was {plan.get('max_iters', 12)}, is {stop + 4}" in said
+    assert f"max_iters {plan.get('max_iters', 12)} -> {stop + 4}" in said
     assert not (out / "result.json").exists(), "of the shorter run"
     ran(out, **longer)  # the same line again
     assert_same_training(out, tmp_path / "whole")
