@@ -17,6 +17,7 @@ import ctypes
 import datetime
 import functools
 import gc
+import itertools
 import math
 import os
 import platform
@@ -39,7 +40,8 @@ from runtime import records
 
 EXIT_RETRYABLE = 75  # EX_TEMPFAIL of sysexits.h
 ROLL_CALL_SECONDS = 5.0
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+M_TRIM_THRESHOLD = -1  # of glibc's malloc.h
+M_MMAP_THRESHOLD = -3
 STORE = None  # the process group's store; after an error it tells who is alive
 
 
@@ -55,12 +57,12 @@ def launch(prog, main):
             code = main(sys.argv[1:])
             leave()
             return code
+        except Lost as error:
+            exit_retryable(prog, error)
         except RuntimeError as error:
-            if isinstance(error, Lost):
-                exit_retryable(prog, error)
-            if is_communication_error(error):
-                exit_retryable(prog, who_is_missing(error))
-            raise
+            if STORE is None or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            exit_retryable(prog, who_is_missing(error))
 
 
 def rank():
@@ -100,7 +102,8 @@ def open_device(config):
 
     config: device, timeout_minutes. Raises ConfigError for a missing device, Lost if not all processes join.
     """
-    device, world = named_device(config.device), env_int("WORLD_SIZE", 1, least=1)
+    device = named_device(config.device)
+    world = env_int("WORLD_SIZE", 1, least=1)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     else:
@@ -176,7 +179,8 @@ def new_store_prefix(store, rank, world, wait):
     process that reads too early would connect to a dead process. So every process asks under a fresh name, and rank 0
     answers until every process has read the answer.
     """
-    name, until = uuid.uuid4().hex, time.monotonic() + wait.total_seconds()
+    name = uuid.uuid4().hex
+    until = time.monotonic() + wait.total_seconds()
     store.set(f"longhorn/asks/{rank}", name)
     if rank:
         prefix = store.get(f"longhorn/{name}").decode()
@@ -218,7 +222,8 @@ def shard(model, config, device):
     """
     from torch.distributed.fsdp import fully_shard
 
-    mesh, layers = open_mesh(config, device), getattr(model, "layers", [])
+    mesh = open_mesh(config, device)
+    layers = getattr(model, "layers", [])
     try:
         for i, layer in enumerate(layers):  # keep the last layer gathered: the backward needs it first
             fully_shard(layer, mesh=mesh, reshard_after_forward=i + 1 < len(layers))
@@ -226,24 +231,24 @@ def shard(model, config, device):
     except ValueError as error:
         raise ConfigError(f"parallel={config.parallel}: this model cannot be sharded ({first_line(error)}): change "
                           "that, or use --parallel=ddp") from None
-    return model
 
 
 def open_mesh(config, device):
     """The DeviceMesh for fully_shard: (processes), or for hsdp (machines, processes per machine)."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    world, local = world_size(), env_int("LOCAL_WORLD_SIZE", world_size(), least=1)
+    world = world_size()
     if world == 1:
         raise ConfigError(f"parallel={config.parallel} needs several processes: start train.py with torchrun "
                           "--nproc_per_node=8, or use --parallel=ddp for a single process")
-    ranks = torch.arange(world)
     if config.parallel == "fsdp":
         return DeviceMesh.from_group(dist.group.WORLD, device.type)
+    local = env_int("LOCAL_WORLD_SIZE", world, least=1)
     if world == local or world % local:
         raise ConfigError(f"parallel=hsdp needs several machines with the same number of processes, not "
                           f"{world} processes, {local} of them on this one: use --parallel=fsdp")
-    ranks, wait = ranks.view(-1, local), datetime.timedelta(minutes=config.timeout_minutes)
+    ranks = torch.arange(world).view(-1, local)
+    wait = datetime.timedelta(minutes=config.timeout_minutes)
     groups = [dist.new_subgroups_by_enumeration(lists.tolist(), timeout=wait)[0] for lists in (ranks.T, ranks)]
     return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("dp_replicate", "dp_shard"))
 
@@ -268,7 +273,8 @@ def in_step(batches, device, sharded):
     if not sharded:
         yield from ((*batch, True) for batch in batches)
         return
-    batches, token = iter(batches), torch.zeros(1, 1, dtype=torch.int64, device=device)
+    batches = iter(batches)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
     while True:
         batch = next(batches, None)
         if not sum_over_ranks(torch.tensor(float(batch is not None)), device):
@@ -284,25 +290,26 @@ def parallelize(model, config, data):
     prepare_layers(model, config)
     if config.parallel != "ddp":
         shard(model, config, device)
-    elif world_size() > 1:
-        from torch.nn.parallel import DistributedDataParallel
+        return model
+    if world_size() == 1:
+        return model
+    from torch.nn.parallel import DistributedDataParallel
 
-        ids = [device.index] if device.type == "cuda" else None
-        forward = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-        # DDP reorders its buckets after the first backward that synchronises, and gradients added in another order
-        # differ in the last bit. A resumed run must be bit-identical, so the first backward must not belong to a step.
-        x, y, _ = next(iter(data.micro_batches(0, rank(), world_size(), config.micro_batch_size)))
-        with autocast(config, device):
-            first_loss = forward(x, y, loss_only=True)[1]
-        first_loss.backward()
-        unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-        if unused:
-            raise ConfigError(f"the loss does not depend on the parameters {', '.join(unused[:3])}"
-                              f"{', ...' * (len(unused) > 3)}: several processes cannot train that; use them in "
-                              "forward, remove them, or set their requires_grad to False")
-        model.zero_grad(set_to_none=True)
-        return forward
-    return model
+    ids = [device.index] if device.type == "cuda" else None
+    forward = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    # DDP reorders its buckets after the first backward that synchronises, and gradients added in another order
+    # differ in the last bit. A resumed run must be bit-identical, so the first backward must not belong to a step.
+    x, y, _ = next(iter(data.micro_batches(0, rank(), world_size(), config.micro_batch_size)))
+    with autocast(config, device):
+        first_loss = forward(x, y, loss_only=True)[1]
+    first_loss.backward()
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if unused:
+        raise ConfigError(f"the loss does not depend on the parameters {', '.join(unused[:3])}"
+                          f"{', ...' * (len(unused) > 3)}: several processes cannot train that; use them in "
+                          "forward, remove them, or set their requires_grad to False")
+    model.zero_grad(set_to_none=True)
+    return forward
 
 
 def micro_batches(forward, config, data, step, signals):
@@ -314,24 +321,23 @@ def micro_batches(forward, config, data, step, signals):
     """
     before = saved.rng_state()
     may_drop = world_size() == 1 and next(forward.buffers(), None) is None
-    batches = iter(data.micro_batches(step, rank(), world_size(), config.micro_batch_size))
-    batch, shares = next(batches), []
-    while batch is not None:
+    batches = data.micro_batches(step, rank(), world_size(), config.micro_batch_size)
+    shares = []
+    for batch, following in itertools.pairwise(itertools.chain(batches, [None])):
         if signals.requested and may_drop:
             saved.set_rng_state(before)
             signals.dropped = True
             return
-        following = next(batches, None)
         if step == 0:
-            shares.append((batch[2], targets_in(batch[1]) if batch[2] else 0, batch[0].device))
+            _, y, weight = batch
+            shares.append((weight, targets_in(y) if weight else 0))
         if config.parallel == "hsdp":  # shards are summed after every micro-batch: whole gradients would be large
             forward.set_requires_all_reduce(following is None)
         elif config.parallel == "ddp" and world_size() > 1:
             average_gradients(forward, following is None)
         yield batch
-        batch = following
     if step == 0:
-        check_shares(shares)
+        check_shares(shares, next(forward.parameters()).device)
 
 
 def targets_in(y):
@@ -340,11 +346,11 @@ def targets_in(y):
     return int((y != -1).sum()) if integers else len(y)
 
 
-def check_shares(shares):
-    """shares: (weight, targets, device) of this process's micro-batches. Raises ConfigError for a wrong weight."""
-    counted = torch.tensor(float(sum(targets for _, targets, _ in shares)))
-    total = float(sum_over_ranks(counted, shares[0][2]))
-    for weight, targets, _ in shares:
+def check_shares(shares, device):
+    """shares: (weight, targets) of this process's micro-batches. Raises ConfigError for a wrong weight."""
+    counted = torch.tensor(float(sum(targets for _, targets in shares)))
+    total = float(sum_over_ranks(counted, device))
+    for weight, targets in shares:
         if not math.isclose(weight, targets * world_size() / max(total, 1), rel_tol=1e-3):
             raise ConfigError(f"micro_batches: weight {weight:g} for {targets} of {total:g} targets in the step on "
                               f"{world_size()} processes: it must be targets x processes / targets in the step")
@@ -367,29 +373,21 @@ def agree(loss, grad_norm, signals):
 
 # --------------------------------------------------------------------------------------------- who does not answer
 
-def is_communication_error(error):
-    """True if a RuntimeError comes from a failed collective."""
-    return STORE is not None and (isinstance(error, dist.DistError) or "gloo" in str(error))
-
-
 def who_is_missing(error):
     """A line about a failed collective: the reporting rank, and the ranks that did not answer. Takes a few seconds."""
-    this_rank, world, present, reached = rank(), world_size(), {rank()}, []
+    this_rank = rank()
+    missing = [0]  # rank 0, or torchrun, holds the store: it is missing if nothing is read
 
     def call():
         with contextlib.suppress(RuntimeError):
             STORE.set(f"here/{this_rank}", "")
-            while len(present) < world:
-                present.update(r for r in range(world) if STORE.check([f"here/{r}"]))
-                reached.append(True)
+            while missing:
+                missing[:] = [r for r in range(world_size()) if not STORE.check([f"here/{r}"])]
                 time.sleep(0.05)
 
     thread = threading.Thread(target=call, daemon=True)  # a store whose process hangs would never return
     thread.start()
     thread.join(ROLL_CALL_SECONDS)
-    missing = [0]  # rank 0, or torchrun, holds the store
-    if reached:
-        missing = [r for r in range(world) if r not in present]
     who = "all others answer again"
     if missing:
         who = f"no answer from rank {listed(missing)} within {ROLL_CALL_SECONDS:g} s"

@@ -51,7 +51,8 @@ class Graph:
     """compute(x, y, weight), replayed for micro-batches like the first. The loss is overwritten by the next call."""
 
     def __init__(self, compute, model):
-        self.compute, self.model = compute, model
+        self.compute = compute
+        self.model = model
         self.kind = None  # (x's shape, y's shape, weight) of the micro-batches that are replayed
         self.gradients = {}  # parameter -> its gradient, at one address from the first micro-batch on
 
@@ -86,18 +87,18 @@ class Graph:
         side.wait_stream(cuda.current_stream())
         with cuda.stream(side):
             for _ in range(WARM_UPS):
-                self.model.zero_grad(set_to_none=True)
-                checkpoint.set_rng_state(before)
+                self.start_anew(before)
                 loss = self.compute(x, y, weight)
         cuda.current_stream().wait_stream(side)
         expected = {p: p.grad for p in self.model.parameters() if p.grad is not None}
         size = torch.nn.utils.get_total_norm(expected.values())
+        self.start_anew(before)
         if not (loss.isfinite() and size.isfinite()):
-            self.start_anew(before)
             return
         self.gradients = {p: torch.empty_like(gradient) for p, gradient in expected.items()}
-        self.start_anew(before)
-        self.x, self.y = torch.zeros_like(x), torch.zeros_like(y)
+        self.hold_gradients()
+        self.x = torch.zeros_like(x)
+        self.y = torch.zeros_like(y)
         self.graph = cuda.CUDAGraph()
         if isinstance(self.model, DistributedDataParallel):
             torch_private.record_averaging()

@@ -11,17 +11,14 @@ from runtime.records import read_log
 
 def draw_loss(folder):
     """Plot training and validation loss in nats against tokens, to folder/loss.png, if there is any yet."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     train = points(folder, "train", "train_loss")
     val = points(folder, "eval", "val_loss")
     losses = np.append(train[:, 1], val[:, 1])
     if not len(losses):
         return
-    figure, axes = plt.subplots(figsize=(7, 4.2), dpi=140)
+    axes = Figure(figsize=(7, 4.2), dpi=140).subplots()
     axes.plot(*train.T, lw=0.6, alpha=0.35, color="tab:blue", label="training")
     span = len(train) // 25
     if span > 1:  # a step's loss covers only a few windows
@@ -32,12 +29,10 @@ def draw_loss(folder):
     if len(losses) > 20:  # cut off the first steps, which would flatten everything else
         axes.set_ylim(losses.min() - 0.1, min(losses.max(), np.quantile(losses, 0.95) + 0.5))
     title = Path(folder).name.replace("$", r"\$")  # $ starts a formula
-    axes.set_title(title)
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("loss (nats)")
+    axes.set(title=title, xlabel="tokens", ylabel="loss (nats)")
     axes.grid(alpha=0.3)
     axes.legend()
-    save_figure(figure, Path(folder) / "loss.png", bbox_inches="tight")
+    save_figure(axes.figure, Path(folder) / "loss.png", bbox_inches="tight")
 
 
 def points(folder, event, key):

@@ -34,12 +34,13 @@ from common.files import replacing, write_text
 
 MOVING = "earlier-being-moved"  # see move_aside
 # Files that do not affect a run's numbers: plots, reports, task evaluation, programs that start runs.
-NO_TRACE = ("runtime/loss_curve.py", "tests/", "tools/", "bench/", "sample.py", "evaluate.py", "export.py",
-            "evaluation/tasks.py", "evaluation/harness.py", "experiments/sweep.py", "experiments/compare.py",
-            "experiments/report.py", "experiments/fit.py", "experiments/figures.py", "experiments/records.py",
-            "experiments/pages.py", "experiments/sweeps/", "experiments/recall/mqar.py", "experiments/recall/report.py",
-            "experiments/vision/sweep.py", "experiments/vision/report.py",
-            "experiments/extrapolation.py", "experiments/extrapolation_report.py", "experiments/objectives.py")
+NO_TRACE = tuple("""
+    tests/ tools/ bench/ sample.py evaluate.py export.py evaluation/tasks.py evaluation/harness.py runtime/loss_curve.py
+    experiments/sweep.py experiments/sweeps/ experiments/compare.py experiments/report.py experiments/fit.py
+    experiments/figures.py experiments/records.py experiments/pages.py experiments/objectives.py
+    experiments/extrapolation.py experiments/extrapolation_report.py experiments/recall/mqar.py
+    experiments/recall/report.py experiments/vision/sweep.py experiments/vision/report.py
+""".split())
 ROOT = Path(__file__).resolve().parents[1]
 NATIVE_SOURCES = sorted(path.relative_to(ROOT).as_posix() for folder in (ROOT, ROOT / "kernels")
                         for kind in ("*.cu", "*.h") for path in folder.glob(kind))
@@ -140,7 +141,9 @@ def read_log(folder, event=None):
 
 def _read_lines(folder):
     """(the events in log.jsonl; the numbers of its damaged lines, from 1, without a torn last one)."""
-    path, events, damaged = Path(folder) / "log.jsonl", [], []
+    path = Path(folder) / "log.jsonl"
+    events = []
+    damaged = []
     lines = regular(path).read_text(errors="replace").split("\n") if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
@@ -265,7 +268,8 @@ def code_version():
         return run.stdout.strip() if run.returncode == 0 else None
 
     try:
-        commit, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", ".", ":(exclude)results")
+        commit = git("rev-parse", "HEAD")
+        changed = git("status", "--porcelain", "--", ".", ":(exclude)results")
     except OSError:  # no git
         commit = changed = None
     return {"commit": commit or os.environ.get("LONGHORN_COMMIT"),

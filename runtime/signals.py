@@ -40,14 +40,16 @@ class Signals:
         return self
 
     def request(self, *_):
-        self.requested, Signals.asked_at = True, Signals.asked_at or time.monotonic()
+        self.requested = True
+        Signals.asked_at = Signals.asked_at or time.monotonic()
 
     def listen(self, reader):
         """Answer signals, whose numbers come from a pipe, until its other end is closed."""
         ends = {signal.SIGINT, signal.SIGTERM}
         second = "one"
         if MANAGERS & os.environ.keys():
-            ends, second = {signal.SIGINT}, "Ctrl-C"
+            ends = {signal.SIGINT}
+            second = "Ctrl-C"
         asked = False
         while True:
             select.select([reader], [], [])

@@ -30,9 +30,11 @@ class Telemetry:
     """
 
     def __init__(self, config, device):
-        self.config, self.device = config, device
+        self.config = config
+        self.device = device
         self.out = Path(config.out_dir)
-        self.is_main, self.world_size = distributed.rank() == 0, distributed.world_size()
+        self.is_main = distributed.rank() == 0
+        self.world_size = distributed.world_size()
         self.bar = self.metrics = self.val_loss = None
         self.wandb = wandb_module(config) if self.is_main else None
 
@@ -45,8 +47,6 @@ class Telemetry:
 
     def say(self, text):
         """Print a line on rank 0, above the progress bar if there is one."""
-        if not self.is_main:
-            return
         if self.bar is not None:
             self.bar.write(printable(text))
         else:
@@ -55,8 +55,11 @@ class Telemetry:
     def open(self, found, mixed_by, about_model=()):
         """Begin where `found` (see folder.py) says, and print a summary of the run. mixed_by: the operators that mix
         tokens, in words; about_model: further lines."""
-        self.progress, self.derived, self.log_file = found.progress, found.derived, found.log
-        self.is_complete, self.done = found.is_complete, found.step
+        self.progress = found.progress
+        self.derived = found.derived
+        self.log_file = found.log
+        self.is_complete = found.is_complete
+        self.done = found.step
         notes = found.notes
         if not self.is_complete and self.is_main:
             self.commit = found.environment["commit"]
@@ -66,7 +69,7 @@ class Telemetry:
             notes = [*self.summary(mixed_by), *about_model, *notes]
         for line in notes:
             self.say(line)
-        self.last_log_step, self.paused_seconds = self.done, 0.0
+        self.last_log_step = self.done
         self.progress.clock = self.last_log_time = self.picture_time = time.perf_counter()
 
     def open_wandb(self, found):
@@ -79,7 +82,8 @@ class Telemetry:
 
     def summary(self, mixed_by):
         """Two lines about the run: its model, where it runs, and its data."""
-        config, derived = self.config, self.derived
+        config = self.config
+        derived = self.derived
         parts = f", {derived['accumulation']} micro-batches per step" if "accumulation" in derived else ""
         epochs = f" = {derived['epochs']:.2f} epochs" if "epochs" in derived else ""
         return [
@@ -94,27 +98,29 @@ class Telemetry:
         while not (self.progress.at_end(self.done) or signals.stopping):
             yield self.done
             self.done += 1
-            self.paused_seconds += time.perf_counter() - self.logged_at  # evaluating and saving
+            self.last_log_time += time.perf_counter() - self.logged_at  # evaluating and saving do not count
             if self.bar is not None:
                 self.bar.update()
 
     def log(self, step, **metrics):
         """Log and print a line every log_interval steps: the given metrics, speed, memory and time."""
-        config, done = self.config, step + 1
+        config = self.config
+        done = step + 1
         self.logged_at = time.perf_counter()
         self.val_loss = None
         if not self.is_main or (done % config.log_interval and done != config.max_iters):
             return
-        seconds = max(self.logged_at - self.last_log_time - self.paused_seconds, 1e-9)
+        seconds = max(self.logged_at - self.last_log_time, 1e-9)
         rate = (done - self.last_log_step) * config.batch_tokens / seconds
-        self.last_log_time, self.last_log_step, self.paused_seconds = self.logged_at, done, 0.0
+        self.last_log_time = self.logged_at
+        self.last_log_step = done
         shown = {**metrics, "tokens_per_second": round(rate)}
         values = {"tokens": done * config.batch_tokens, **shown, "memory_bytes": peak_memory(self.device),
                   "seconds": self.progress.seconds_now()}
         peak = peak_flops(self.derived["device_name"])
         if peak and config.dtype != "float32":
-            flops_per_second = rate * self.derived["flops_per_token"]
-            shown["mfu"] = values["mfu"] = round(flops_per_second / (peak * self.world_size), 4)
+            mfu = rate * self.derived["flops_per_token"] / (peak * self.world_size)
+            shown["mfu"] = values["mfu"] = round(mfu, 4)
         self.write("train", done, **values)
         if self.bar is not None:
             self.bar.set_postfix_str(in_words(shown, " "), refresh=False)
@@ -124,7 +130,8 @@ class Telemetry:
 
     def skip(self, step, loss, grad_norm):
         """Count a step that is skipped because its loss or gradient is not finite. Raises Stopped after too many."""
-        progress, done = self.progress, step + 1
+        progress = self.progress
+        done = step + 1
         progress.skipped += 1
         progress.bad += 1
         self.say(f"step {done}: loss {loss}, gradient norm {grad_norm}: step skipped ({progress.bad} in a row)")
@@ -138,7 +145,8 @@ class Telemetry:
 
     def log_evaluation(self, step, metrics):
         """Log and print an evaluation's metrics, and keep them for the best checkpoint and the result."""
-        progress, done = self.progress, step + 1
+        progress = self.progress
+        done = step + 1
         self.metrics = dict(metrics)
         self.val_loss = self.metrics.pop("compare_loss", metrics["val_loss"])
         progress.ended = bool(self.metrics.pop("stop", False))
@@ -204,8 +212,11 @@ class Telemetry:
 
     def result(self):
         """The contents of result.json."""
-        config, progress, derived = self.config, self.progress, self.derived
-        seconds, tokens = progress.seconds_now(), self.done * config.batch_tokens
+        config = self.config
+        progress = self.progress
+        derived = self.derived
+        seconds = progress.seconds_now()
+        tokens = self.done * config.batch_tokens
         return {
             "model": config.pattern or config.model, **self.metrics, "best_val_loss": progress.best_val_loss,
             "steps": self.done, "skipped_steps": progress.skipped, "tokens": tokens, "seconds": seconds,
