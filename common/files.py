@@ -25,14 +25,14 @@ def lock_folder(folder, wait=0.0):
     os.makedirs(folder, exist_ok=True)
     lock = append(os.path.join(folder, ".lock"), "a+")
     until = time.monotonic() + wait
-    said = False
-    while holder := _lock(lock, folder):
+    holder = _lock(lock, folder)
+    if holder and wait:
+        print(f"{folder} is in use by {holder}: waiting up to {wait:.0f} s for it to end", flush=True)
+    while holder:
         if time.monotonic() >= until:
             raise BlockingIOError(errno.EWOULDBLOCK, holder, os.fspath(folder))
-        if not said:
-            print(f"{folder} is in use by {holder}: waiting up to {wait:.0f} s for it to end", flush=True)
-            said = True
         time.sleep(0.1)
+        holder = _lock(lock, folder)
     remove_leftovers(os.path.join(glob.escape(os.fspath(folder)), "*"))
     with contextlib.suppress(OSError):  # a full disk
         os.truncate(lock.fileno(), 0)
@@ -42,11 +42,8 @@ def lock_folder(folder, wait=0.0):
 
 def append(path, mode="a"):
     """Open a file to append to. Raises OSError for a symbolic link, which could point anywhere."""
-    return open(path, mode, opener=_follow_no_link, errors="replace")
-
-
-def _follow_no_link(name, flags):
-    return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    opener = lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    return open(path, mode, opener=opener, errors="replace")
 
 
 def _lock(lock, folder):

@@ -182,7 +182,8 @@ def check(reader):
     colon, key, value, row), or for a wrong value (file and colon, None, what is wrong, None)."""
     numbers = reader.values | {row: value for _, _, value, row in reader.mistakes if isinstance(row, str)}
     said = {row[0] if isinstance(row, tuple) else row for *_, row in reader.mistakes} | reader.overrides.keys()
-    lines, before = [], ""
+    lines = []
+    before = ""
     for where, key, value, row in reader.mistakes:
         line = value if key is None else about(reader, key, value, row, numbers, bool(where))
         if row == "micro_batch_size" and "batch_tokens" not in said and numbers["batch_tokens"]:  # 0: by images

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import re
 import shutil
 import textwrap
@@ -18,15 +19,14 @@ def show(usage, about, reader):
     meanings, headings = comments(program)
     first = getattr(program, "FIRST", ())
     headings |= dict.fromkeys(first, "change these first")
-    keys = dict.fromkeys([*first, *reader.places, *reader.settings])
-    order = list(dict.fromkeys(["change these first", "", *(headings.get(key, "") for key in keys)]))
     width = max(shutil.get_terminal_size().columns, 80)
-    above = None
-    for key in sorted(keys, key=lambda key: order.index(headings.get(key, ""))):
+    groups = {"change these first": [], "": []}
+    for key in dict.fromkeys([*first, *reader.places, *reader.settings]):
+        groups.setdefault(headings.get(key, ""), []).append(key)
+    for key in itertools.chain(*groups.values()):
         heading = headings.get(key, "")
-        if heading != above:
+        if key == groups[heading][0]:
             print(f"\n{heading}:" if heading else "")
-            above = heading
         setting = reader.settings[key]
         name = key if key in reader.places else f"--{key}"
         kind = "choice" if setting.choices else setting.kind.__name__
@@ -43,7 +43,8 @@ def show(usage, about, reader):
 def comments(config_class):
     """{field: the comment at the end of its line, and below} and {field: the `# --- heading` above it}; base classes
     come first, and a redefined field keeps its heading there."""
-    meanings, headings = {}, {}
+    meanings = {}
+    headings = {}
     for cls in reversed(config_class.__mro__):
         field = heading = None
         try:

@@ -111,7 +111,8 @@ def flops_per_token(model, T=None):
 
 
 # Fitted to a sweep with one shared core of an AMD EPYC (Zen 4) per run; a quiet Zen 5 takes half the time.
-CPU_SECONDS_PER_TOKEN, CPU_SECONDS_PER_FLOP = 3.9e-5, 1.12e-11
+CPU_SECONDS_PER_TOKEN = 3.9e-5
+CPU_SECONDS_PER_FLOP = 1.12e-11
 
 
 def cpu_seconds(flops, tokens):
@@ -136,7 +137,8 @@ def parameter_count(model):
     total = sum(p.numel() for p in model.parameters())
     if not hasattr(model, "branches"):
         return {"total": total}
-    branches, rest = dict(model.branches()), getattr(model, "rest", "")
+    branches = dict(model.branches())
+    rest = getattr(model, "rest", "")
     parts = {rest or "embedding": 0, "norms": 0}
     for name, p in model.named_parameters():
         branch, _, in_mixer = name.partition(".mixer.")
@@ -162,7 +164,8 @@ def state_size(model, T=None):
     """Numbers kept per sequence after T tokens (default block_size), over all layers: the size of the initial state,
     where a dimension of 0 is a cache that grows by one per token, up to `window`. A mixer without a state must keep its
     inputs to go on, and says how many as `inputs_kept(T)`."""
-    T, total = T or model.config.block_size, 0
+    T = T or model.config.block_size
+    total = 0
     for branch in running_branches(model):
         mixer = branch.mixer
         if not branch.has_state:
@@ -193,7 +196,8 @@ def left_out(model):
     """A line per class of mixers that lacks a state or FLOPs, with the consequence."""
     lines = []
     for mixer in {type(branch.mixer): branch.mixer for branch in running_branches(model)}.values():
-        operator, words = getattr(mixer, "operator", ""), []
+        operator = getattr(mixer, "operator", "")
+        words = []
         if not hasattr(mixer, "initial_state"):
             words.append("no initial_state: it cannot sample")
         if operator is not None and mixing_flops(mixer, 1) is None:  # operator = None: linear maps only

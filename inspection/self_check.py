@@ -146,7 +146,8 @@ def in_pieces(model, x, cuts, **last_only):
     if len(x) > 1 and is_packed(model) and any(0 in a.shape for a in tensors_of(model.initial_state(1))):
         # a cache that grows has one length for all rows: no row of it can be emptied
         return torch.cat([in_pieces(model, row, cuts, **last_only) for row in x.split(1)])
-    state, parts = model.initial_state(len(x)), []
+    state = model.initial_state(len(x))
+    parts = []
     for i, part in enumerate(x.tensor_split(cuts, 1)):
         if last_only and i == 1:
             continue_otherwise(model, part, state)
@@ -167,7 +168,8 @@ def continue_otherwise(model, part, state):
 def squares_of_scans(model, x, y):
     """The summed squares of what one mixer of each class with a scan returns for five chunks, to compare compiled code.
     """
-    rows, squares = torch.randn(1, 4 * build.CHUNK + 8, model.config.n_embd, device=x.device), 0.0
+    rows = torch.randn(1, 4 * build.CHUNK + 8, model.config.n_embd, device=x.device)
+    squares = 0.0
     mixers = {type(b.mixer): b.mixer for _, b in model.branches() if getattr(b.mixer, "operator", None) in SCANS}
     starts = torch.arange(rows.shape[1], device=x.device)[None] % 57 == 3
     with ops.documents(starts if is_packed(model) else None):
@@ -296,8 +298,10 @@ def self_check(model, dtype=torch.float32, compiled=False):
     needs toy(backend) -> a small model of the same code, and toy_batch() -> (x, y) if its inputs are not tokens.
     Neither the model nor the random state is changed.
     """
-    began, device, backend = time.perf_counter(), next(model.parameters()).device, model.config.backend
-    in_16_bits, line = dtype != torch.float32 and backend != "torch", ""
+    began = time.perf_counter()
+    device = next(model.parameters()).device
+    backend = model.config.backend
+    in_16_bits = dtype != torch.float32 and backend != "torch"
     precision = torch.get_float32_matmul_precision()
     way_out = (f"correct that, or if other sizes run define toy(self, backend) in {type(model).__name__} to return a "
                "model of those, as Recall of experiments/recall/models.py does")
@@ -333,11 +337,14 @@ class Check:
     """A model's toys, and what has been computed with them."""
 
     def __init__(self, model, device, dtype, compiled):
-        self.device, self.dtype, self.backend = device, dtype, model.config.backend
+        self.device = device
+        self.dtype = dtype
+        self.backend = model.config.backend
         self.known = {}  # {side: its values}
         self.build(model)
         self.varies = bool(self.drew)  # draws random numbers or changes buffers in training mode
-        toy, mixers = self.toy, [branch.mixer for _, branch in self.toy.branches()]
+        toy = self.toy
+        mixers = [branch.mixer for _, branch in toy.branches()]
         tokens = not hasattr(toy, "toy_batch")
         has = {  # what a row may need
             "kernels": self.backend != "torch",
@@ -374,26 +381,28 @@ class Check:
     def in_float32(self):
         """A line on what agreed. Raises ConfigError for the first row of TABLE whose sides differ."""
         self.refuse_nan()
-        agreed, worst = {}, Gap()
-        for row in TABLE:
-            if set(row.needs.split()) <= self.has:
-                worst = max(worst, self.compare(row), key=lambda gap: gap.error)
-                agreed[row.kind.words.format(**self.words)] = None
+        gaps = self.compared(TABLE)
+        worst = max(gaps.values(), key=lambda gap: gap.error)
+        agreed = dict.fromkeys(row.kind.words.format(**self.words) for row in gaps)
         without = dict.fromkeys(type(b.mixer).__name__ for _, b in self.toy.branches() if not b.has_state)
         left_out = f"; state left out: {', '.join(without)} keeps none" if without else ""
         return f"{', '.join(filter(None, agreed))} agree to {worst.error:.0e} ({worst.allowed:.0e} allowed){left_out}"
 
     def in_16_bits(self):
         """How well the operators agree. Raises ConfigError for the first row of IN_16_BITS whose sides differ."""
-        gaps = [self.compare(row) for row in IN_16_BITS if set(row.needs.split()) <= self.has]
-        times = gaps[0].error / max(gaps[0].usual, LEAST)
+        gap = self.compared(IN_16_BITS)[IN_16_BITS[0]]
+        times = gap.error / max(gap.usual, LEAST)
         return f"; in {self.words['dtype']} to {times:.1f} times the plain operators' rounding"
 
-    def compare(self, row):
-        gap = max(self.gaps(row, self.value), default=Gap())
-        if gap.excess > 1:
-            self.refuse(row, gap)
-        return gap
+    def compared(self, table):
+        """{row: its largest Gap} of the rows that apply here. Raises ConfigError for the first whose sides differ."""
+        largest = {}
+        for row in table:
+            if set(row.needs.split()) <= self.has:
+                largest[row] = gap = max(self.gaps(row, self.value), default=Gap())
+                if gap.excess > 1:
+                    self.refuse(row, gap)
+        return largest
 
     # ------------------------------------------------------------------------------------------------- what sides are
 
@@ -414,9 +423,8 @@ class Check:
     def measured(self, side, model=None):
         side = self.resolved(side)
         model = model or (self.plain if side.plain else self.toy)
-        wide, batch = next(model.parameters()).dtype, self.batch
-        if side.one_row:
-            batch = [a[:1] for a in batch]
+        batch = [a[:1] if side.one_row else a for a in self.batch]
+        wide = next(model.parameters()).dtype
         batch = [a.to(wide) if a.is_floating_point() else a for a in batch]
         model.train(side.mode == "train")
         pieces = IN_ONE if side.plain or side.one_row else {}
@@ -431,7 +439,8 @@ class Check:
 
     def gaps(self, row, value):
         """The Gap between a row's two sides in each tensor of value(side)."""
-        errors, gaps = differences(value(row.one), value(row.other), row.only), []
+        errors = differences(value(row.one), value(row.other), row.only)
+        gaps = []
         if row.usual:  # not by tensor: one of two numbers may be right by chance; a mistake is 100 times the rounding
             usual = root_mean_square(differences(*map(value, row.usual), row.only))
             errors = {max(errors, key=errors.get): root_mean_square(errors)}
@@ -461,8 +470,11 @@ class Check:
 
     def refuse(self, row, gap):
         """Raises ConfigError with the place where a row's sides begin to differ."""
-        kind, toy, rounded = row.kind, self.toy, row in IN_16_BITS
-        how, way_out, operator = kind.how.format(**self.words), kind.way_out, self.operator(row, gap)
+        kind = row.kind
+        rounded = row in IN_16_BITS
+        how = kind.how.format(**self.words)
+        way_out = kind.way_out
+        operator = self.operator(row, gap)
         if operator:
             fast, slow = choose.places(operator, self.backend, self.device.type, self.dtype if rounded else None)
             where = f"{fast} and {slow} ({operator})"
@@ -477,7 +489,7 @@ class Check:
         by = f"{gap.error:.0e}"
         if kind is SCORED:
             by = f"{float(self.value(row.one)[LOSS] - self.value(row.other)[LOSS]):.1e} nats"
-        raise ConfigError(f"self-check: {where}{how} disagree by {by} in {original(toy, gap.name)} "
+        raise ConfigError(f"self-check: {where}{how} disagree by {by} in {original(self.toy, gap.name)} "
                           f"({gap.usual:.0e} is usual, {gap.allowed:.0e} allowed): {way_out}")
 
     def operator(self, row, gap):
@@ -509,9 +521,13 @@ class Check:
             toy.config.documents = "pack"
             if joined.excess < 1:
                 return place(type(toy).through_documents)
-        one, other, errors, ratios = self.calls(row.one), self.calls(row.other), {}, {}
+        one = self.calls(row.one)
+        other = self.calls(row.other)
+        errors = {}
+        ratios = {}
         for name in [name for name in one if name in other]:
-            (given, returned), (also_given, returned_then) = one[name], other[name]
+            given, returned = one[name]
+            also_given, returned_then = other[name]
             errors[name] = apart(returned, returned_then, row.kind)
             ratios[name] = errors[name] / max(apart(given, also_given, row.kind), LEAST / 10)
         best = max(ratios.values(), default=0.0)
@@ -526,7 +542,7 @@ class Check:
     def calls(self, side):
         """{name: (its inputs, its outputs)}, a list each, of all modules that are not PyTorch's, in the order in which
         they return."""
-        calls, hooks = {}, []
+        calls = {}
 
         def note(name, module, args, out):
             heard = getattr(self.toy, "heard", True) and not torch.compiler.is_compiling()
@@ -535,12 +551,11 @@ class Check:
                 given.append(args[0])
                 returned.append(output(out))
 
-        for name, module in (self.plain if side.plain else self.toy).named_modules():
-            if name and not type(module).__module__.startswith("torch."):
-                hooks.append(module.register_forward_hook(functools.partial(note, name)))
-        self.measured(side)
-        for hook in hooks:
-            hook.remove()
+        with contextlib.ExitStack() as hooks:
+            for name, module in (self.plain if side.plain else self.toy).named_modules():
+                if name and not type(module).__module__.startswith("torch."):
+                    hooks.enter_context(module.register_forward_hook(functools.partial(note, name)))
+            self.measured(side)
         return calls
 
     def place_of(self, name):
@@ -594,11 +609,13 @@ def apart(one, other, kind):
     be compared."""
     if one[0].dim() != 3:
         return 0.0
-    a, b = exact(torch.cat(one, 1)), exact(torch.cat(other, 1))
+    a = exact(torch.cat(one, 1))
+    b = exact(torch.cat(other, 1))
     T = min(a.shape[1], b.shape[1])
     part = slice(T) if kind is ROWS else slice(-T, -1)  # the last token may differ
     rows = min(len(a), len(b)) - (kind is ROWS)  # and so may the first row
-    a, b = a[-rows:, part], b[-rows:, part]
+    a = a[-rows:, part]
+    b = b[-rows:, part]
     return differences({"": a}, {"": b})[""] if a.shape == b.shape else 0.0
 
 

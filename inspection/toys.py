@@ -56,21 +56,17 @@ def sizes_to_try(model):
 
 def toy_of(model, device, backend, whole=False, **sizes):
     """A small model of the same code, in training mode, with the first and the last layer of each family, or with all
-    if `whole`. `kept`: their indices in the model. It has the same weights with every backend."""
+    if `whole`: those in config.places. It has the same weights with every backend."""
     torch.manual_seed(0)
     if hasattr(model, "toy"):
-        toy = model.toy(backend)
-        toy.kept = range(len(getattr(toy, "layers", [])))
-        return scattered(toy.to(device))
+        return scattered(model.toy(backend).to(device))
     config = replace(model.config, **sizes, backend=backend, end_of_text=0)
-    ends = {}
-    for i, family in enumerate(config.families):
-        ends.setdefault(family, [i, i])[1] = i
-    config.places = range(config.n_layer) if whole else sorted(set(sum(ends.values(), [])))
+    families = config.families
+    last = {family: i for i, family in enumerate(families)}
+    config.places = range(len(families)) if whole else sorted({*map(families.index, families), *last.values()})
     toy = type(model)(config)
-    toy.kept = config.places
-    if len(toy.layers) > len(toy.kept):  # built by code that does not look at `places`
-        toy.layers = torch.nn.ModuleList(toy.layers[i] for i in toy.kept)
+    if len(toy.layers) > len(config.places):  # built by code that does not look at `places`
+        toy.layers = torch.nn.ModuleList(toy.layers[i] for i in config.places)
     return scattered(toy.to(device))
 
 
@@ -90,7 +86,7 @@ def scattered(toy):
 
 def original(toy, name):
     """The name that a toy's parameter has in the model."""
-    return re.sub(r"layers\.(\d+)", lambda match: f"layers.{toy.kept[int(match[1])]}", name, count=1)
+    return re.sub(r"layers\.(\d+)", lambda match: f"layers.{toy.config.places[int(match[1])]}", name, count=1)
 
 
 def batch_of(toy):
@@ -104,7 +100,8 @@ def batch_of(toy):
         idx.clamp_(min=1)
         for row, lengths in zip(idx, DOCUMENTS, strict=True):
             row[torch.tensor(lengths).cumsum(0) - 1] = toy.config.end_of_text
-    x, y = idx[:, :-1], idx[:, 1:].clone()
+    x = idx[:, :-1]
+    y = idx[:, 1:].clone()
     y[:, ::7] = -1
     return x, y
 
@@ -113,9 +110,11 @@ def batch_of(toy):
 def repeated(model):
     """In this context the model draws the same random numbers every time; afterwards its buffers are restored. Yields a
     list that is not empty afterwards if the model drew random numbers or changed a buffer."""
-    changed, p = [], next(model.parameters())
+    changed = []
+    p = next(model.parameters())
     seed_device(p, 1)
-    random, buffers = random_state(p), [(m, *named, named[1].clone()) for m in model.modules()
+    random = random_state(p)
+    buffers = [(m, *named, named[1].clone()) for m in model.modules()
                                         for named in m.named_buffers(recurse=False)]
     yield changed
     if not torch.equal(random, random_state(p)):
