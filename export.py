@@ -9,13 +9,8 @@ our own names, under the model_type "longhorn". Their folder contains the modell
 all sources that mixers.py and families/ import. So transformers can load it without this repository. If the tokenizer
 is known, the folder contains it too, for AutoTokenizer. `hf upload user/name FOLDER` publishes a folder.
 
-    our name                                       LLaMA                                Mamba
-    embed.weight (the head if tied, else lm_head)  model.embed_tokens                   backbone.embeddings
-    layers.i.branches.0 norm, mixer.qkv, out_proj  layers.i input_layernorm, self_attn  layers.2i norm, mixer
-    layers.i.branches.1 norm, mixer.w1, w3, w2     post_attention_layernorm, mlp        layers.2i+1 norm, mixer
-
-One of our layers has two residual branches, so n_layer Mamba layers of ours are 2 n_layer in transformers, and an odd
-number of layers cannot be imported.
+NAMES has our names and theirs. One of our layers has two residual branches, so n_layer Mamba layers of ours are
+2 n_layer in transformers, and an odd number of layers cannot be imported.
 
 One rule holds in both directions: transformers' model is built beside ours, from the same folder, and their logits on
 random tokens agree, or nothing is written. An import knows a LLaMA or Mamba by the names of its tensors, whatever its
@@ -76,7 +71,8 @@ class ExportConfig:
 
 
 ROOT = Path(__file__).resolve().parent
-CODE, TOKENIZER = "modeling_longhorn.py", ("tokenizer.json", "tokenizer_config.json")
+CODE = "modeling_longhorn.py"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 FILES = ("config.json", "model.safetensors", "README.md", CODE, *TOKENIZER)
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mamba": "MambaForCausalLM"}
 EMBEDDINGS = {"llama": "model.embed_tokens.weight", "mamba": "backbone.embeddings.weight"}
@@ -92,21 +88,46 @@ CHECK_TOKENS = 4096  # random tokens to compare on; at most block_size
 COMMITTED = {"llama": "2baaff8f3c10", "mamba": "4ccd4cab09f6"}
 HASHED = ("model", "mixers", "families", "kernels.ops", "kernels.scan")
 
-# our setting: theirs
-COMMON = {"n_layer": "num_hidden_layers", "n_embd": "hidden_size", "vocab_size": "vocab_size",
-          "tie_head": "tie_word_embeddings"}
-SIZES = {"llama": {**COMMON, "n_head": "num_attention_heads", "block_size": "max_position_embeddings",
-                   "norm_eps": "rms_norm_eps"},
-         "mamba": {**COMMON, "dt_rank": "time_step_rank", "d_state": "state_size", "d_conv": "conv_kernel",
-                   "expand": "expand", "block_size": "block_size", "norm_eps": "layer_norm_epsilon"}}
 
-# their name -> our name, within a layer: a LLaMA layer is one of ours, a Mamba layer is a branch of ours
-LLAMA = {"input_layernorm": "0.norm", "self_attn.o_proj": "0.mixer.out_proj", "post_attention_layernorm": "1.norm",
-         "mlp.gate_proj": "1.mixer.w1", "mlp.up_proj": "1.mixer.w3", "mlp.down_proj": "1.mixer.w2"}
-MAMBA = {"norm.weight": "norm.weight", "mixer.conv1d.weight": "mixer.conv_weight",
-         "mixer.conv1d.bias": "mixer.conv_bias", "mixer.dt_proj.bias": "mixer.dt_bias"}
-MAMBA |= {name: name for name in ("mixer.A_log", "mixer.D", "mixer.in_proj.weight", "mixer.x_proj.weight",
-                                  "mixer.dt_proj.weight", "mixer.out_proj.weight")}
+def pairs(text):
+    """{our setting: theirs}"""
+    return dict(pair.split("=") for pair in text.split())
+
+
+COMMON = pairs("n_layer=num_hidden_layers n_embd=hidden_size vocab_size=vocab_size tie_head=tie_word_embeddings")
+SIZES = {"llama": COMMON | pairs("n_head=num_attention_heads block_size=max_position_embeddings norm_eps=rms_norm_eps"),
+         "mamba": COMMON | pairs("dt_rank=time_step_rank d_state=state_size d_conv=conv_kernel expand=expand "
+                                 "block_size=block_size norm_eps=layer_norm_epsilon")}
+
+# our name, then its names in transformers: three for the thirds of a matrix. A LLaMA layer i is one of ours, a Mamba
+# layer j is branch b of our layer i
+NAMES = {"llama": """
+embed.weight                                    model.embed_tokens.weight
+norm.weight                                     model.norm.weight
+head.weight                                     lm_head.weight
+layers.{i}.branches.0.norm.weight               model.layers.{i}.input_layernorm.weight
+layers.{i}.branches.0.mixer.qkv.weight          model.layers.{i}.self_attn.q_proj.weight \
+    model.layers.{i}.self_attn.k_proj.weight    model.layers.{i}.self_attn.v_proj.weight
+layers.{i}.branches.0.mixer.out_proj.weight     model.layers.{i}.self_attn.o_proj.weight
+layers.{i}.branches.1.norm.weight               model.layers.{i}.post_attention_layernorm.weight
+layers.{i}.branches.1.mixer.w1.weight           model.layers.{i}.mlp.gate_proj.weight
+layers.{i}.branches.1.mixer.w3.weight           model.layers.{i}.mlp.up_proj.weight
+layers.{i}.branches.1.mixer.w2.weight           model.layers.{i}.mlp.down_proj.weight
+""", "mamba": """
+embed.weight                                    backbone.embeddings.weight
+norm.weight                                     backbone.norm_f.weight
+head.weight                                     lm_head.weight
+layers.{i}.branches.{b}.norm.weight             backbone.layers.{j}.norm.weight
+layers.{i}.branches.{b}.mixer.in_proj.weight    backbone.layers.{j}.mixer.in_proj.weight
+layers.{i}.branches.{b}.mixer.conv_weight       backbone.layers.{j}.mixer.conv1d.weight
+layers.{i}.branches.{b}.mixer.conv_bias         backbone.layers.{j}.mixer.conv1d.bias
+layers.{i}.branches.{b}.mixer.x_proj.weight     backbone.layers.{j}.mixer.x_proj.weight
+layers.{i}.branches.{b}.mixer.dt_proj.weight    backbone.layers.{j}.mixer.dt_proj.weight
+layers.{i}.branches.{b}.mixer.dt_bias           backbone.layers.{j}.mixer.dt_proj.bias
+layers.{i}.branches.{b}.mixer.A_log             backbone.layers.{j}.mixer.A_log
+layers.{i}.branches.{b}.mixer.D                 backbone.layers.{j}.mixer.D
+layers.{i}.branches.{b}.mixer.out_proj.weight   backbone.layers.{j}.mixer.out_proj.weight
+"""}
 
 
 # ---------------------------------------------------------------------------------------------------------------- names
@@ -118,28 +139,18 @@ def family(config):
 
 
 def names(config, kind):
-    """{name in the file: (our name, None, or 0, 1, 2 for a third of its rows)} for every tensor of LM(config).
-
-    kind: a family of ARCHITECTURES for transformers' names, where a qkv matrix (3 d, d) has three names; anything else
-    for our own names.
-    """
-    found = {} if config.tie_head else {"lm_head.weight": ("head.weight", None)}
-    if kind == "llama":  # both rotate by halves
-        found |= {"model.embed_tokens.weight": ("embed.weight", None), "model.norm.weight": ("norm.weight", None)}
-        for i in range(config.n_layer):
-            there, ours = f"model.layers.{i}", f"layers.{i}.branches"
-            for part, letter in enumerate("qkv"):
-                found[f"{there}.self_attn.{letter}_proj.weight"] = (f"{ours}.0.mixer.qkv.weight", part)
-            for name, our_name in LLAMA.items():
-                found[f"{there}.{name}.weight"] = (f"{ours}.{our_name}.weight", None)
-        return found
-    if kind == "mamba":
-        found |= {"backbone.embeddings.weight": ("embed.weight", None), "backbone.norm_f.weight": ("norm.weight", None)}
-        for i in range(2 * config.n_layer):
-            for name, our_name in MAMBA.items():
-                found[f"backbone.layers.{i}.{name}"] = (f"layers.{i // 2}.branches.{i % 2}.{our_name}", None)
-        return found
-    return {name: (name, None) for name in weights_of(skeleton(config))}
+    """{our name: [its names in the file]} for every tensor of LM(config). kind: a family of NAMES for transformers',
+    anything else for our own."""
+    if kind not in NAMES:
+        return {name: [name] for name in weights_of(skeleton(config))}
+    found = {}
+    for j in range(2 * config.n_layer):
+        for line in NAMES[kind].strip().splitlines():
+            ours, *theirs = line.format(i=j // 2, b=j % 2, j=j).split()
+            found[ours] = theirs
+    if config.tie_head:
+        del found["head.weight"]
+    return found
 
 
 def skeleton(config):
@@ -156,15 +167,14 @@ def weights_of(lm):
 def as_in_file(state, config, kind):
     """{name in the file: tensor} from one of our state_dicts; views where possible. Raises Unlike if it lacks one."""
     tensors = {}
-    for name, (our_name, part) in names(config, kind).items():
-        if our_name not in state:
-            raise Unlike(f"the model has no {our_name}")
-        t = state[our_name]
-        if part is not None:
-            t = t.chunk(3)[part]
-        if name.endswith("conv1d.weight"):
+    for ours, theirs in names(config, kind).items():
+        if ours not in state:
+            raise Unlike(f"the model has no {ours}")
+        t = state[ours]
+        if ours.endswith("conv_weight") and kind in NAMES:
             t = t.unsqueeze(1)  # (d_inner, 1, d_conv)
-        tensors[name] = t
+        parts = t.chunk(3) if len(theirs) == 3 else [t]
+        tensors |= zip(theirs, parts, strict=True)
     return tensors
 
 
@@ -176,16 +186,12 @@ def filled(config, tensors, kind):
         there = tuple(tensors[name].shape) if name in tensors else "missing"
         if there != tuple(t.shape):
             raise ConfigError(f"the tensor {name} is {there}, and {tuple(t.shape)} in our {kind} with this config.json")
-    if kind not in ARCHITECTURES and (more := tensors.keys() - expected.keys()):
+    if kind not in NAMES and (more := tensors.keys() - expected.keys()):
         raise ConfigError(f"the tensor {min(more)} does not exist in our model")
-    weights = {}
-    for name, (our_name, part) in names(config, kind).items():
-        t = tensors[name].detach().cpu()
-        if name.endswith("conv1d.weight"):
-            t = t.squeeze(1)  # (d_inner, d_conv)
-        weights[our_name] = torch.cat([weights[our_name], t]) if part else t
     lm = LM(config)  # not the skeleton: a mixer may hold tensors that no file has
-    lm.load_state_dict(weights, strict=False)
+    with torch.no_grad():
+        for name, t in as_in_file(lm.state_dict(), config, kind).items():
+            t.copy_(tensors[name])
     return lm.eval()
 
 
@@ -197,7 +203,8 @@ def to_hf(lm, dtype=torch.float32, end_of_text=None, kind=None):
     end_of_text: the token that ends a text, at which generation stops; kind: "longhorn" for our own names and code,
     default the model's family. Raises ConfigError if float16 cannot hold a weight.
     """
-    kind, tensors = kind or family(lm.config), {}
+    kind = kind or family(lm.config)
+    tensors = {}
     for name, t in as_in_file(lm.state_dict(), lm.config, kind).items():
         as_written = dtype if t.is_floating_point() else t.dtype
         tensors[name] = t.detach().to("cpu", as_written, copy=True).contiguous()
@@ -216,7 +223,8 @@ def to_hf(lm, dtype=torch.float32, end_of_text=None, kind=None):
 
 def theirs_config(lm, kind):
     """The fields of transformers' config for a LLaMA or a Mamba."""
-    c, mixer = lm.config, lm.layers[0].branches[1].mixer
+    c = lm.config
+    mixer = lm.layers[0].branches[1].mixer
     config = {"architectures": [ARCHITECTURES[kind]], "model_type": kind, "hidden_act": "silu",
               **{theirs: getattr(c, ours) for ours, theirs in SIZES[kind].items()}}
     if kind == "llama":
@@ -231,7 +239,8 @@ def theirs_config(lm, kind):
 def source_hash(lm):
     """A hash of the source of an LM's classes, of the methods that they have now, and of all that these name in HASHED,
     without comments and docstrings."""
-    todo, sources = [cls for module in lm.modules() for cls in type(module).__mro__], {}
+    todo = [cls for module in lm.modules() for cls in type(module).__mro__]
+    sources = {}
     for thing in todo:  # grows on the way
         if thing in sources or not thing.__module__.startswith(HASHED):
             continue
@@ -282,7 +291,8 @@ def tokenizer_files(meta, vocab, with_code):
         settings |= {"bos_token": end, "eos_token": end, "pad_token": end}
         end = padding = text.eot_token
     elif with_code:
-        padding, settings["pad_token"] = text.n_vocab, "<|pad|>"
+        padding = text.n_vocab
+        settings["pad_token"] = "<|pad|>"
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         tokenizer_json["added_tokens"].append({"id": padding, "content": "<|pad|>", **flags, "special": True})
     texts = json.dumps(tokenizer_json, ensure_ascii=False), json.dumps(settings, indent=1)
@@ -313,7 +323,8 @@ def export_run(config):
 
 def written(config, lm, meta, kind):
     """Write and verify the folder, and say so. kind: see to_hf. Raises Unlike, before the folder exists."""
-    dtype, with_code = getattr(torch, config.dtype), kind not in ARCHITECTURES
+    dtype = getattr(torch, config.dtype)
+    with_code = kind not in ARCHITECTURES
     files, end_of_text, padding = tokenizer_files(meta, config.vocab, with_code)
     there, tensors = to_hf(lm, dtype, end_of_text, kind)
     if with_code:
@@ -329,7 +340,8 @@ def written(config, lm, meta, kind):
         agreement = (f"read back by transformers, its logits on {len(expected):,} random tokens agree to "
                      f"{difference:.0e} of the largest")
         (tmp / "README.md").write_text(model_card(config, lm, meta, there, agreement), encoding="utf-8")
-    count, trust = sum(p.numel() for p in lm.parameters()), ", trust_remote_code=True" if with_code else ""
+    count = sum(p.numel() for p in lm.parameters())
+    trust = ", trust_remote_code=True" if with_code else ""
     print(f"wrote {config.to}: {count:,} parameters; load it with AutoModelForCausalLM.from_pretrained({config.to!r}"
           f"{trust}); {agreement}")
 
@@ -490,7 +502,7 @@ def reasons_against(there, sizes, tensors, kind):
     window = getattr(there, "sliding_window", None)
     if window and window < sizes.block_size:
         reasons.append(f"sliding_window={window}")
-    expected = names(sizes, kind)
+    expected = as_in_file(skeleton(sizes).state_dict(), sizes, kind)
     for words, some in (("the tensors", tensors.keys() - expected), ("no tensors", expected.keys() - tensors.keys())):
         of_one_layer = {re.sub(r"\d+", "*", name): name for name in sorted(some, reverse=True)}
         if some:
@@ -609,9 +621,11 @@ def in_transformers(folder, kind):
     Raises Unlike if it cannot be loaded, or only in part."""
     transformers = quiet_transformers()
     try:
-        loader, how = transformers.AutoModelForCausalLM, {"trust_remote_code": False, "use_safetensors": True}
+        loader = transformers.AutoModelForCausalLM
+        how = {"trust_remote_code": False, "use_safetensors": True}
         if kind not in ARCHITECTURES:  # bypass transformers' cache of code
-            path, how = Path(folder) / CODE, {}
+            path = Path(folder) / CODE
+            how = {}
             name = "modeling_longhorn_" + hashlib.sha256(path.read_bytes()).hexdigest()[:12]
             spec = importlib.util.spec_from_file_location(name, path, loader=Uncached(name, str(path)))
             module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -654,7 +668,8 @@ def as_recorded(folder, there, files=()):
     """The logits that the export recorded; None if there are none, or another program wrote the weights. Raises
     ConfigError unless the weights and `files`, by default all, are as the export wrote them. there: the content of
     config.json."""
-    path, run = folder / "model.safetensors", {**(there.get("run") or {})}
+    path = folder / "model.safetensors"
+    run = {**(there.get("run") or {})}
     try:
         crc32 = checkpoint.identity(path)[0]
     except checkpoint.CheckpointError:
@@ -665,7 +680,8 @@ def as_recorded(folder, there, files=()):
     if "verified" not in run:
         return None
     recorded = run["verified"] = {**run["verified"]}
-    sums, texts = recorded.pop("files"), {}
+    sums = recorded.pop("files")
+    texts = {}
     for name in sums:
         if (folder / name).is_file():
             texts[name] = (folder / name).read_bytes().decode(errors="replace")
@@ -681,7 +697,8 @@ def check_folder(config):
     folder = Path(config.check)
     there = config_of(folder)
     try:
-        recorded, kind = as_recorded(folder, there), there["model_type"]
+        recorded = as_recorded(folder, there)
+        kind = there["model_type"]
         logits = logits_from(in_transformers(folder, kind), min(recorded["tokens"], CHECK_TOKENS))
         difference = compare_with_record(recorded, logits, kind)
     except Unlike as error:
