@@ -91,14 +91,16 @@ class Setting:
     `default`."""
 
     def __init__(self, kind, default):
-        self.default, self.many = default, None
+        self.default = default
+        self.many = None
         if typing.get_origin(kind) in (tuple, list):
             self.many = typing.get_origin(kind)
             kind = typing.get_args(kind)[0]
         self.range = Range()
         if typing.get_origin(kind) is Annotated:
             kind, self.range = typing.get_args(kind)
-        self.kind, self.choices = kind, typing.get_args(kind)
+        self.kind = kind
+        self.choices = typing.get_args(kind)
 
     def check(self, name, value):
         """Raises ConfigError for a number outside the range, unless it is the default."""
@@ -129,13 +131,10 @@ def load(config_class, argv, prog=None, doc=LEFT_TO_RIGHT):
     Raises ConfigError for all unknown keys, wrong types and choices at once; for a wrong number, an unreadable or
     failing file, and a ValueError raised in the dataclass's __post_init__.
     """
-    reader = Reader(config_class, argv)
-    config_files, _ = reader.read_words(argv, with_files=True)
-    usage = " ".join([prog or os.path.basename(sys.argv[0]), *reader.usage, "[config.py ...]"])
-    return reader.finish(usage, doc, config_files=config_files)
+    return read(config_class, argv, doc, prog, with_files=True)
 
 
-def read(config_class, argv, doc, prog=None):
+def read(config_class, argv, doc, prog=None, with_files=False):
     """Read `argv` of a program without config files into an instance of the dataclass.
 
     config_class: a dataclass, or {command: dataclass}, in which the first argument names one. doc: the description for
@@ -147,10 +146,12 @@ def read(config_class, argv, doc, prog=None):
     command = None
     if isinstance(config_class, dict):
         command = _command(config_class, words, prog, doc)
-        config_class, prog = config_class[command], f"{prog} {command}"
+        config_class = config_class[command]
+        prog = f"{prog} {command}"
     reader = Reader(config_class, words)
-    _, others = reader.read_words(words)
-    return reader.finish(" ".join([prog, *reader.usage]), doc, command=command, others=others)
+    files, others = reader.read_words(words, with_files)
+    usage = [prog, *reader.usage, *(["[config.py ...]"] if with_files else [])]
+    return reader.finish(" ".join(usage), doc, command=command, others=others, config_files=files)
 
 
 def _command(classes, words, prog, doc):
@@ -168,7 +169,8 @@ class Reader:
     """Reads values for the dataclass's fields from a command line and from config files."""
 
     def __init__(self, config_class, argv):
-        self.config_class, self.argv = config_class, list(argv)
+        self.config_class = config_class
+        self.argv = list(argv)
         self.help_asked = bool(HELP & {*argv})
         self.settings = settings(config_class)
         self.values = {name: setting.default for name, setting in self.settings.items()}
@@ -184,7 +186,8 @@ class Reader:
         """Read the words of a command line. Returns the config files among them, and the --key=value for `others`."""
         words = [word for word in words if word not in HELP]
         places = list(self.places)
-        files, others = [], []
+        files = []
+        others = []
         while words:
             word = words.pop(0)
             key, equals, text = word[2:].partition("=")
@@ -246,7 +249,8 @@ class Reader:
 
     def following(self, key, words, alone):
         """Remove the value of a --key from `words` and return it: several words only for a list, and not if `alone`."""
-        texts, setting = [], self.settings.get(key)
+        texts = []
+        setting = self.settings.get(key)
         several = setting and setting.many is list and not alone
         if setting is None or setting.kind is not bool or (words and words[0].lower() in BOOLS):
             while words and not words[0].startswith("--") and (several or not texts):
@@ -341,7 +345,8 @@ def _place(path, error):
 def _convert(setting, value, where, from_text):
     """`value` converted to a setting's kind. Raises ConfigError that starts with `where`. from_text: `value` is a
     command-line string."""
-    kind, choices = setting.kind, setting.choices
+    kind = setting.kind
+    choices = setting.choices
     with contextlib.suppress(ValueError, OverflowError):
         if choices:
             if value in choices:

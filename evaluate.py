@@ -59,7 +59,8 @@ class EvaluateConfig:
 
 def tokenizer_of(meta, config):
     """The Text for a checkpoint's meta. Raises ConfigError if --tokenizer contradicts it, or neither names one."""
-    known, given = meta.get("tokenizer"), canonical(config.tokenizer) if config.tokenizer else None
+    known = meta.get("tokenizer")
+    given = canonical(config.tokenizer) if config.tokenizer else None
     if known and given not in (None, known):
         raise ConfigError(f"{config.out_dir}: its tokenizer is {known!r}, not {given!r}: drop --tokenizer")
     if not (known or given):
@@ -90,7 +91,8 @@ def main(argv):
     longest, longer = zip(*distributed.all_gather((adapter.longest, adapter.longer)), strict=True)
     if output is None:
         return
-    results, block = output["results"], lm.config.block_size
+    results = output["results"]
+    block = lm.config.block_size
     print(printable(tasks.results_table(results)))
     if set(tasks.PAPER) <= results.keys():
         print("\n" + tasks.table2(path.parent.name, results))
@@ -109,8 +111,7 @@ def main(argv):
 
 def write(path, record):
     """Write the record, keeping earlier results on other tasks if they have the same checkpoint, settings and code."""
-    same = ("step", "tokens", "checkpoint", "limit", "max_length", "dtype", "tokenizer", "tokenizer_sha256",
-            "harness")
+    same = "step tokens checkpoint limit max_length dtype tokenizer tokenizer_sha256 harness".split()
     try:
         old = json.loads(path.read_text())
         changed = changed_files(old["environment"]["code_files"], record["environment"]["code_files"])

@@ -45,10 +45,14 @@ class HarnessLM(TemplateLM):
 
     def __init__(self, lm, text, batch_tokens=8192, max_length=0, dtype=torch.float32):
         super().__init__()
-        self.lm, self.text, self.max_length, self.dtype = lm, text, max_length, dtype
+        self.lm = lm
+        self.text = text
+        self.max_length = max_length
+        self.dtype = dtype
         self.batch_tokens = max(1, min(batch_tokens, LOGITS // lm.config.vocab_size))
         self._device = lm.embed.weight.device
-        self._rank, self._world_size = distributed.rank(), distributed.world_size()
+        self._rank = distributed.rank()
+        self._world_size = distributed.world_size()
         self.has_state = all(branch.has_state for _, branch in lm.branches())
         # no tensor grows, and each has a row per sequence: states of contexts of any length can be batched
         self.constant_state = (self.has_state and state_size(lm, 1) == state_size(lm, 2)
@@ -167,7 +171,8 @@ class HarnessLM(TemplateLM):
         """
         nats = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
         greedy = torch.ones(len(rows), dtype=torch.bool, device=self.device)
-        longest, begin = len(rows[0][0]), 0
+        longest = len(rows[0][0])
+        begin = 0
         while reading := [row for row in rows if len(row[0]) - 1 > begin]:  # the last token is only predicted
             left = len(reading)
             piece = max(1, self.batch_tokens // left) if self.has_state else longest
@@ -206,12 +211,13 @@ def load_tasks(names, include=None):
     include: a folder with task files (*.yaml). Raises ConfigError for an unknown name, or data that cannot be loaded.
     """
     words = [name for name in names if isinstance(name, str)]
+    is_known = lambda name: name in manager.all_tasks or Path(name).is_file()
     manager = TaskManager(include_path=include, include_defaults=False)
-    if not all(name in manager.all_tasks or Path(name).is_file() for name in words):
+    if not all(map(is_known, words)):
         # only if needed: reading the harness's own thousands of tasks takes ten seconds
         manager = TaskManager(include_path=include)
     for name in words:
-        if name not in manager.all_tasks and not Path(name).is_file():
+        if not is_known(name):
             near = utils.pattern_match([f"*{name.split('_')[0]}*"], manager.all_tasks)[:5]
             raise ConfigError(f"there is no task {name!r}" + (f" (there are {', '.join(near)})" if near else "")
                               + ": `lm_eval ls tasks` lists all, --include=FOLDER adds your own")
@@ -258,7 +264,9 @@ def evaluate(lm, tasks, limit=None):
 
 def right_answers(lm, task, samples):
     """{"documents", "chance", "perplexity"} of a task; see `evaluate`."""
-    kind, nats, tokens = task.get_config("output_type"), [], 0
+    kind = task.get_config("output_type")
+    nats = []
+    tokens = 0
     for sample in samples:
         gold = 0 if kind == "loglikelihood" else None
         if kind == "multiple_choice":

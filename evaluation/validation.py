@@ -18,7 +18,8 @@ class Evaluate:
     """A language model's metrics on the validation split of its data."""
 
     def __init__(self, config, data):
-        self.config, self.data = config, data
+        self.config = config
+        self.data = data
         block_size = config.eval_block_size or config.block_size
         self.batch_tokens = max(config.micro_batch_size * config.block_size, BATCH_TOKENS)
         self.windows = eval_windows(len(data.tokens.val), block_size, config.eval_tokens)
@@ -46,7 +47,8 @@ class Evaluate:
         """(mean loss in nats per token, [loss per part], [tokens per part]) over parts of the validation split, each an
         array (n, 2) of windows' starts and lengths. All processes share the work."""
         model.eval()
-        rank, world = distributed.rank(), distributed.world_size()
+        rank = distributed.rank()
+        world = distributed.world_size()
         device = next(model.parameters()).device
         total = torch.zeros(len(parts), 2, dtype=torch.float64)  # nats, tokens
         batch_size = max(1, self.batch_tokens // int(parts[0][0, 1]))

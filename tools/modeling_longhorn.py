@@ -46,7 +46,8 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
     """
 
     def __init__(self, package, root):
-        self.package, self.root = package, root
+        self.package = package
+        self.root = root
         self.names = "|".join(sorted({path.partition("/")[0].removesuffix(".py") for path in SOURCES}))
 
     def find_spec(self, fullname, path=None, target=None):
@@ -73,7 +74,8 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
         """`import a, b.c as d`, with our own modules imported from the package."""
         parts = []
         for part in map(str.strip, line[2].split(",")):
-            name, top = part.split(" ")[0], re.split(r"[ .]", part)[0]
+            name = part.split(" ")[0]
+            top = re.split(r"[ .]", part)[0]
             if not re.fullmatch(self.names, top):
                 parts.append(f"import {part}")
             elif " as " in part:
@@ -125,7 +127,9 @@ class State:
     is_compileable = False  # generate() looks at this
 
     def __init__(self, groups, last, seen):
-        self.groups, self.last, self.seen = groups, last, seen
+        self.groups = groups
+        self.last = last
+        self.seen = seen
 
     def get_seq_length(self, layer_idx=0):
         return self.seen
@@ -133,14 +137,16 @@ class State:
     def reorder_cache(self, beam_idx):
         groups = []
         for rows, state in self.groups:
-            new, old = [], []  # places in the new batch, and in this group
+            new = []
+            old = []  # places in the new batch, and in this group
             for i, row in enumerate(beam_idx.tolist()):
                 if row in rows:
                     new.append(i)
                     old.append(rows.index(row))
             if new:
                 groups.append((new, on_rows(state, old)))
-        self.groups, self.last = groups, self.last[beam_idx.to(self.last.device)]
+        self.groups = groups
+        self.last = self.last[beam_idx.to(self.last.device)]
 
     def divided(self, counts, alone):
         """Yields (rows, their state, n): the groups, divided so that all rows of a group read the same number of tokens
@@ -221,7 +227,8 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         real = torch.ones_like(input_ids, dtype=torch.bool)  # (B, T)
         if attention_mask is not None:
             real = attention_mask[:, -input_ids.shape[1]:].to(input_ids.device) != 0
-        counts, at = real.sum(1), real.long().cumsum(1)  # (B,), (B, T): tokens read up to each position
+        counts = real.sum(1)
+        at = real.long().cumsum(1)  # (B,), (B, T): tokens read up to each position
         given = self.tokens_first(input_ids, real)
         last_only = isinstance(logits_to_keep, int) and logits_to_keep == 1 and labels is None
         cache = None
@@ -265,13 +272,15 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
     def through_state(self, given, counts, before, last_only):
         """(logits, the next State) for rows whose first `counts` entries of `given` are tokens. The logits are those
         after each row's last token, (B, 1, vocab_size), or after 0 .. N tokens of each row, (B, 1 + N, vocab_size)."""
-        B, empty = len(given), self.model.initial_state(len(given))
+        B = len(given)
+        empty = self.model.initial_state(len(given))
         if before is None:
             none = self.model.embed.weight.new_zeros(B, 1, self.config.vocab_size)
             before = State([(list(range(B)), empty)], none, 0)
         grows = any(0 in a.shape or a.dim() < 2 for a in load_sources()[0].tensors_of(empty))
         alone = grows and self.config.documents == "pack"  # rows of a cache cannot end documents at different places
-        last, after = before.last.clone(), []
+        last = before.last.clone()
+        after = []
         logits = last.repeat(1, 1 + max(1, *counts), 1)
         for rows, state, n in before.divided(counts, alone):
             if n:
