@@ -36,13 +36,13 @@ from kernels.compat import selective_scan_fn
 from model import FAMILIES, LM, ModelConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-HYBRID = "longhorn*2,llama"
 
 
 def edited(target, old, new):
     """The function with this name, with `new` in place of `old` in its source."""
     original = pkgutil.resolve_name(target)
-    source, names = textwrap.dedent(inspect.getsource(original)), {}
+    source = textwrap.dedent(inspect.getsource(original))
+    names = {}
     assert source.count(old) == 1, source
     module = sys.modules[original.__module__]
     exec(compile(source.replace(old, new), module.__file__, "exec"), vars(module), names)
@@ -50,10 +50,14 @@ def edited(target, old, new):
     return function if isinstance(function, staticmethod) else functools.update_wrapper(function, original)
 
 
-def model_of(pattern, **settings):
+def model_of(pattern, *typed, **settings):
+    """typed: more settings, as key=value."""
     torch.manual_seed(0)
     sizes = {"n_layer": 4 if "," in pattern else 2, "n_head": 2, "n_embd": 32, "block_size": 40, "vocab_size": 64,
              "mlp_multiple": 16, "end_of_text": 0}
+    for pair in typed:
+        key, value = pair.split("=")
+        settings[key] = int(value) if value.isdecimal() else value
     return LM(ModelConfig(pattern=pattern, **sizes | settings))
 
 
@@ -61,8 +65,10 @@ def model_of(pattern, **settings):
 def read(lm):
     """(the loss, the difference between reading token by token and reading all at once)."""
     idx = torch.randint(64, (2, 41), generator=torch.Generator().manual_seed(1))
-    x, y = idx[:, :-1], idx[:, 1:]
-    state, parts = lm.initial_state(2), []
+    x = idx[:, :-1]
+    y = idx[:, 1:]
+    state = lm.initial_state(2)
+    parts = []
     for token in x.split(1, 1):
         logits, _, state = lm(token, state=state)
         parts.append(logits)
@@ -88,16 +94,24 @@ def stopped(lm, *args, **how):
 
 # ------------------------------------------------------------------------------------------------------------- edits
 
-LOGITS = {"loss_from_logits": True}
-CAP = "model.LM.forward", "logits = F.linear(h, head.weight)", "logits = 15 * torch.tanh(F.linear(h, head.weight) / 15)"
-STEP = "kernels.scan._step_size", "(1 /", "(0.5 /"
-TRAINS = {  # what is edited: (family, function, line, instead, settings); the loss changes, and sampling follows
-    "keys": (HYBRID, "model.Longhorn.scan", "(x, dt, k, q, self.D", "(x, dt, k / 2, q, None", {}),
-    "decay of GLA": ("gla", "model.GLA.forward", "(x))) / 16", "(x))) / 8", {}),
-    "eps of the norms": ("llama", "model.RMSNorm.forward", "self.eps", "1e-3", {}),
-    "a cap of the logits": ("llama", *CAP, LOGITS),
-    "the loop alone": ("longhorn", *STEP, {"backend": "torch"}),  # the mode for editing an operator
-}
+# What is edited; family, function, line, instead, and settings if any are given. The loss changes, and sampling follows
+TRAINS = table("""
+keys  longhorn*2,llama  model.Longhorn.scan  (x, dt, k, q, self.D  (x, dt, k / 2, q, None
+decay of GLA  gla  model.GLA.forward  (x))) / 16  (x))) / 8
+eps of the norms  llama  model.RMSNorm.forward  self.eps  1e-3
+a cap of the logits  llama  model.LM.forward  logits = F.linear(h, head.weight)
+    logits = 15 * torch.tanh(F.linear(h, head.weight) / 15)  loss_from_logits=True
+the loop alone  longhorn  kernels.scan._step_size  (1 /  (0.5 /  backend=torch
+""")
+# These change nothing that exists twice
+STARTS = table("""
+dropout  gla  model.GLA.forward  q, k = self.qk(x)  q, k = self.qk(F.dropout(x, 0.1, self.training))
+layers[5]  gla  model.LM.forward  check_tokens(idx)  check_tokens(idx); self.layers[5]  n_layer=6
+asserts  gla  model.LM.forward  check_tokens(idx)  check_tokens(idx); assert self.config.n_embd == 96  n_embd=96
+a term in training  gla  model.LM.forward  loss = cross_entropy(logits, targets)
+    loss = cross_entropy(logits, targets) + self.training * logits.logsumexp(-1).square().mean()  loss_from_logits=True
+frozen  gla  model.LM.forward  self.norm(h)  self.layers[0].requires_grad_(False) and self.norm(h)
+""")
 SCAN = "longhorn_scan.cu and kernels/scan.py (longhorn_scan) disagree by"
 CONV = "kernels/conv_norm.cu and kernels/ops.py (causal_conv1d) disagree by"
 STATE = " over the whole sequence and through the state disagree by"
@@ -105,7 +119,7 @@ GLA_STATE = "model.py: GLA.forward (GLA)" + STATE
 BESIDE = "model.py: GLA.forward (GLA) beside two different rows disagree by"
 AHEAD = "model.py: GLA.forward (GLA) before two different last tokens"
 PLAIN_GLA = "model.py: GLA.forward (GLA) with --backend=(empty) and with --backend=torch"
-# What is edited; family, function, line, instead, what the start says, and a setting if one is given
+# What is edited; family, function, line, instead, what the start says, and settings
 STOPS = table(f"""
 # one of an operator's two bodies
 the step size of the loop  longhorn  kernels.scan._step_size  (1 /  (0.5 /  {SCAN}
@@ -192,22 +206,32 @@ the embedding  gla  model.LM.through_layers  self.embed(idx)  (self.embed(idx) *
 """)
 
 
-@pytest.mark.parametrize("what", TRAINS)
-def test_an_edit_of_what_is_read_trains_and_samples(what, edit):
-    family, *change, settings = TRAINS[what]
-    before, _ = read(model_of(family, **settings))
-    edit(*change)
-    lm = model_of(family, **settings)
+named = {"ids": lambda row: row[0]}
+
+
+@pytest.mark.parametrize("row", TRAINS, **named)
+def test_an_edit_of_what_is_read_trains_and_samples(row, edit):
+    _, family, target, old, new, *settings = row
+    before, _ = read(model_of(family, *settings))
+    edit(target, old, new)
+    lm = model_of(family, *settings)
     assert "agree" in self_check(lm)
     loss, apart = read(lm)
     assert loss != before and apart < 1e-4
 
 
-@pytest.mark.parametrize("row", STOPS, ids=lambda row: row[0])
-def test_an_edit_of_one_of_two_versions_stops_in_a_line_with_its_place(row, edit):
-    _, family, target, old, new, words, *setting = row
+@pytest.mark.parametrize("row", STARTS, **named)
+def test_these_edits_start(row, edit):
+    _, family, target, old, new, *settings = row
     edit(target, old, new)
-    assert words in stopped(model_of(family, **dict(pair.split("=") for pair in setting)))
+    assert "native and plain operators" in self_check(model_of(family, *settings))
+
+
+@pytest.mark.parametrize("row", STOPS, **named)
+def test_an_edit_of_one_of_two_versions_stops_in_a_line_with_its_place(row, edit):
+    _, family, target, old, new, words, *settings = row
+    edit(target, old, new)
+    assert words in stopped(model_of(family, *settings))
 
 
 @pytest.mark.parametrize("target, line, least", [
@@ -246,7 +270,7 @@ def test_an_edit_of_the_kernel_stops_until_the_loop_and_its_backward_follow(buil
     before, _ = read(model_of("longhorn"))
     broken.value = 1
     assert SCAN in stopped(model_of("longhorn"))
-    edit(*STEP)
+    edit("kernels.scan._step_size", "(1 /", "(0.5 /")
     assert SCAN in stopped(model_of("longhorn"))
     broken.value = 2
     lm = model_of("longhorn")
@@ -317,19 +341,6 @@ def test_a_mixer_with_only_forward_or_sizes_of_its_own_starts(mixer, sizes, monk
     assert (f"; state left out: {mixer.__name__} keeps none (" in line) == (mixer is not WideHeads)
 
 
-@pytest.mark.parametrize("target, line, instead, settings", [
-    ("model.GLA.forward", "q, k = self.qk(x)", "q, k = self.qk(F.dropout(x, 0.1, self.training))", {}),
-    ("model.LM.forward", "check_tokens(idx)", "check_tokens(idx)\n    self.layers[5]", {"n_layer": 6}),
-    ("model.LM.forward", "check_tokens(idx)", "check_tokens(idx)\n    assert self.config.n_embd == 96", {"n_embd": 96}),
-    ("model.LM.forward", "loss = cross_entropy(logits, targets)", "loss = cross_entropy(logits, targets)\n        "
-     "if self.training:\n            loss = loss + logits.logsumexp(-1).square().mean()", {"loss_from_logits": True}),
-    ("model.LM.forward", "self.norm(h)", "self.layers[0].requires_grad_(False) and self.norm(h)", {})],
-    ids=["dropout", "layers[5]", "asserts", "a term in training", "frozen"])
-def test_these_edits_start(target, line, instead, settings, edit):
-    edit(target, line, instead)
-    assert "native and plain operators" in self_check(model_of("gla", **settings))
-
-
 def rounding(line):
     """What the line says of bfloat16, where at most 3 times the plain operators' rounding is allowed; None if it says
     nothing."""
@@ -338,13 +349,15 @@ def rounding(line):
     return said
 
 
-@pytest.mark.parametrize("pattern,backend", [*((family, "") for family in FAMILIES), (HYBRID, ""),
+@pytest.mark.parametrize("pattern,backend", [*((family, "") for family in FAMILIES), ("longhorn*2,llama", ""),
                                              ("rwkv4,gla,mamba", "cpu"), ("rwkv4,gla,mamba", "torch")])
 def test_unedited_all_agrees(pattern, backend):
     lm = model_of(pattern, backend=backend)
-    weights, random = [p.clone() for p in lm.parameters()], torch.get_rng_state()
+    weights = [p.clone() for p in lm.parameters()]
+    random = torch.get_rng_state()
     torch.set_float32_matmul_precision("high")
-    line, precision = self_check(lm, torch.bfloat16), torch.get_float32_matmul_precision()
+    line = self_check(lm, torch.bfloat16)
+    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     assert line.startswith("self-check: ") and "\n" not in line
     assert "training and eval mode, whole sequences and states agree to " in line
@@ -403,7 +416,8 @@ def library_bodies():
 @pytest.fixture
 def libraries(library):
     """The stand-ins, and which of them were called."""
-    bodies, called = library_bodies(), []
+    bodies = library_bodies()
+    called = []
     for op in bodies:
         def function(*args, op=op, **kwargs):
             called.append(op)
@@ -424,7 +438,8 @@ def of_library(family):
 @pytest.mark.parametrize("family", BY_LIBRARY)
 def test_the_body_that_trains_is_compared_in_the_dtype_that_it_takes(family, libraries):
     """TF32 products do not count as an edit. In float32, no function that takes only 16 bits runs."""
-    line, trained = self_check(of_library(family), torch.bfloat16), set(libraries.called)
+    line = self_check(of_library(family), torch.bfloat16)
+    trained = set(libraries.called)
     assert trained == BY_LIBRARY[family][1] and rounding(line)
     libraries.called.clear()
     assert not rounding(self_check(of_library(family)))
@@ -446,13 +461,18 @@ def test_a_sign_flipped_in_a_library_stops_in_a_line_that_names_its_function(fam
                     "train with --backend=cpu", stopped(of_library(family), torch.bfloat16))
 
 
-@pytest.mark.parametrize("target, line, instead, words", [
-    ("model.LM.forward", "F.linear(h, head.weight)  #",
-     "F.linear(h * (1.1 if torch.is_autocast_enabled('cpu') else 1), head.weight)  #", "model.py: LM.forward,"),
-    ("model.GLA.forward", "y = self.out",
-     "y = (-1 if torch.is_autocast_enabled('cpu') and state is not None else 1) * self.out", GLA_STATE),
-    ("model.GLA.forward", "y = self.out",
-     "y = (1.5 if torch.is_autocast_enabled('cpu') and self.backend == 'torch' else 1) * self.out", "model.py: GLA")])
+# Where; a line, instead; what the start says
+IN_16_BITS = table(f"""
+model.LM.forward  logits = F.linear(h, head.weight)
+    logits = F.linear(h * (1.1 if torch.is_autocast_enabled('cpu') else 1), head.weight)  model.py: LM.forward,
+model.GLA.forward  y = self.out  y = (-1 if torch.is_autocast_enabled('cpu') and state is not None else 1) * self.out
+    {GLA_STATE}
+model.GLA.forward  y = self.out
+    y = (1.5 if torch.is_autocast_enabled('cpu') and self.backend == 'torch' else 1) * self.out  model.py: GLA
+""")
+
+
+@pytest.mark.parametrize("target, line, instead, words", IN_16_BITS)
 def test_what_differs_in_16_bits_alone_stops(target, line, instead, words, edit):
     edit(target, line, instead)
     lm = model_of("gla")
