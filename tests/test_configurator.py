@@ -271,7 +271,7 @@ def test_old_names_are_answered_all_at_once():
 
 
 def test_a_guess_is_a_key_that_is_spelled_nearly_so():
-    unlike = ["--max_good_steps=3", "--eval_batch_size=4", "--keep=3", "--loss=4", "--beta3=4"]
+    unlike = "--max_good_steps=3 --eval_batch_size=4 --keep=3 --loss=4 --beta3=4".split()
     assert not any("did you mean" in line for line in answers(TrainConfig, unlike))
     assert "did you mean '--weight_decay'?" in answers(TrainConfig, ["--weight-decy=1"])[0]
 

@@ -59,9 +59,16 @@ class NoState(nn.Module):
         return self.v(x).cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
 
 
-@pytest.mark.parametrize("family, documents", [
-    ("no_state", "join"), ("longhorn", "join"), ("longhorn", "pack"), ("mesa", "pack"), ("rwkv4", "join"),
-    ("llama", "pack"), ("swa", "join"), ("longhorn,llama", "pack")])
+@pytest.mark.parametrize("family, documents", table("""
+no_state  join
+longhorn  join
+longhorn  pack
+mesa      pack
+rwkv4     join
+llama     pack
+swa       join
+longhorn,llama  pack
+"""))
 def test_likelihoods_are_those_of_one_pass_in_any_batch_and_order(family, documents, monkeypatch):
     monkeypatch.setitem(FAMILIES, "no_state", [NoState])
     lm = tiny("longhorn", pattern=family, documents=documents, end_of_text=0)
@@ -72,7 +79,8 @@ def test_likelihoods_are_those_of_one_pass_in_any_batch_and_order(family, docume
     best = lm(torch.tensor([pairs[-1][0]]))[0][0, -1].argmax().item()
     pairs += [(pairs[-1][0], [best]), ([0], draw(300))]  # a greedy answer; a text
     if documents == "pack":  # documents that end in contexts and answers
-        two, ends = [5, 0, 7, 8], [6, 0]
+        two = [5, 0, 7, 8]
+        ends = [6, 0]
         pairs[:0] = [([0], draw(5)), ([0], draw(9)), (two, [1, 2]), (two, [1, 0, 2, 0, 3]), (ends, [3, 4]), (ends, [3])]
     expected = [direct(lm, *pair) for pair in pairs]
     assert any(greedy for _, greedy in expected)
@@ -93,9 +101,11 @@ def test_likelihoods_are_those_of_one_pass_in_any_batch_and_order(family, docume
 
 @pytest.mark.parametrize("family", ["longhorn", "llama"])
 def test_a_long_text_is_read_whole_in_pieces(family, monkeypatch):
-    lm, text = tiny(family), "".join(chr(33 + i % 89) for i in range(10_000))
+    lm = tiny(family)
+    text = "".join(chr(33 + i % 89) for i in range(10_000))
     expected, _ = direct(lm, [0], list(text.encode()))
-    lengths, forward = [], LM.forward
+    lengths = []
+    forward = LM.forward
     seen = lambda self, idx, **how: lengths.append(idx.shape[1]) or forward(self, idx, **how)
     monkeypatch.setattr(LM, "forward", seen)
     adapter = harness.HarnessLM(lm, Text("bytes"), 1024)
@@ -174,7 +184,8 @@ def test_tasks_of_ones_own_score_as_computed_by_hand(folder, tmp_path):
     record = recorded(out)
     assert (record["step"], record["tokens"], record["tokenizer"], record["dtype"]) == (7, 700, "bytes", "float32")
     assert record["versions"] == dict.fromkeys(TASKS, 3) and record["harness"]
-    expected, found = choices_by_hand(lm, folder), record["results"]["my_choice"]
+    expected = choices_by_hand(lm, folder)
+    found = record["results"]["my_choice"]
     assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-5)
     assert len({expected["acc"], expected["acc_norm"], expected["chance"]}) == 3
     texts = [json.loads(line)["text"].encode() for line in (folder / "my_text.jsonl").read_text().splitlines()]
@@ -244,7 +255,8 @@ def score_in_group(store, folder, rank):
 def test_two_processes_score_as_one(folder, tmp_path):
     with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
         outputs = pool.map(functools.partial(score_in_group, tmp_path / "store", folder), (0, 1), timeout=600)
-        (first, second), one = outputs, score(folder)
+        (first, second) = outputs
+        one = score(folder)
     assert second is None and first["versions"] == one["versions"]
     for name, values in one["results"].items():
         assert first["results"][name] == pytest.approx(values, rel=1e-6)
@@ -283,7 +295,8 @@ def test_mistakes_get_one_line(folder, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """data/pystdlib made of some of the library's files."""
-    source, root = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("root")
+    source = tmp_path_factory.mktemp("source")
+    root = tmp_path_factory.mktemp("root")
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:80]:
         (source / path.name).write_bytes(path.read_bytes())
     pystdlib.prepare(root / "data" / "pystdlib", stdlib=source, val_fraction=0.3)

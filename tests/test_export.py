@@ -169,9 +169,12 @@ def test_out_and_in_again(family, leave, tmp_path):
     lm = tiny(family)
     if family not in FAMILIES:
         lm = tiny("longhorn", pattern=family, n_layer=max(3, family.count(",") + 1))
-    name, table, to = "char", "abc\n", tmp_path / "hf"
+    name = "char"
+    table = "abc\n"
+    to = tmp_path / "hf"
     if family == "longhorn":  # as `make train`
-        name, table = "bpe:260", learn_bpe(["abc " * 9], "260")
+        name = "bpe:260"
+        table = learn_bpe(["abc " * 9], "260")
     said = leave(lm, tokenizer=name, table=table).out
     assert f"{sum(p.numel() for p in lm.parameters()):,} parameters" in said
     assert "logits on 24 random tokens agree to" in said  # block_size
@@ -208,9 +211,11 @@ def test_the_machines_own_setting_stays_behind(backend, imported, tmp_path):
 
 @pytest.mark.parametrize("family, dtype", [("llama", "bfloat16"), ("longhorn", "float16")])
 def test_dtypes_and_gpt2s_end_of_a_text(family, dtype, leave, tmp_path):
-    lm, to = tiny(family), tmp_path / "hf"
+    lm = tiny(family)
+    to = tmp_path / "hf"
     leave(lm, {"dtype": dtype}, tokenizer="gpt2")
-    written, kind = safetensors.torch.load_file(to / "model.safetensors"), getattr(torch, dtype)
+    written = safetensors.torch.load_file(to / "model.safetensors")
+    kind = getattr(torch, dtype)
     assert {t.dtype for t in written.values()} == {kind}
     loaded = export.load(to)
     for name, p in lm.named_parameters():
@@ -354,9 +359,11 @@ class Bomb:
 def test_files_that_are_missing_or_damaged(leave, tmp_path):
     """Or that belong to another export; but what transformers has saved, after fine-tuning for example, may be
     imported."""
-    hf, into = tmp_path / "hf", {"from_hf": tmp_path / "hf", "out_dir": tmp_path / "in"}
+    hf = tmp_path / "hf"
+    into = {"from_hf": tmp_path / "hf", "out_dir": tmp_path / "in"}
     leave(tiny("llama"))
-    weights, text = (hf / "model.safetensors").read_bytes(), (hf / "config.json").read_text()
+    weights = (hf / "model.safetensors").read_bytes()
+    text = (hf / "config.json").read_text()
     for damage in (text[:-5], "[1]", "[" * 100000):
         (hf / "config.json").write_text(damage)
         refused(run(**into), f"{hf}/config.json", "is damaged", "hf download")
@@ -487,7 +494,8 @@ def test_an_edited_llama_leaves_as_itself(name, edited, tmp_path):
 
 def test_packed_documents_leave_with_their_code(leave, tmp_path):
     """The class of transformers would not stop at the token that ends a document."""
-    lm, text = tiny("llama", documents="pack", end_of_text=10), torch.tensor([[65, 66, 10, 67, 68, 69]])
+    lm = tiny("llama", documents="pack", end_of_text=10)
+    text = torch.tensor([[65, 66, 10, 67, 68, 69]])
     said = leave(lm).out
     assert "no LlamaForCausalLM: " in said and "documents=pack" in said
     close(read(tmp_path / "hf")(text).logits, lm(text)[0], 1e-5)
@@ -586,7 +594,8 @@ def test_the_tokens_of_the_check_are_those_of_every_version():
 def test_check_sees_what_is_no_longer_what_was_exported(family, leave, tmp_path):
     to = tmp_path / "hf"
     leave(tiny(family), {"dtype": "bfloat16"})
-    weights, text = (to / "model.safetensors").read_bytes(), (to / "config.json").read_text()
+    weights = (to / "model.safetensors").read_bytes()
+    text = (to / "config.json").read_text()
     (to / "model.safetensors").write_bytes(weights[:-1])
     refused(run(check=to), "model.safetensors: ")
     tensors = safetensors.torch.load(weights)
@@ -669,7 +678,8 @@ for folder in sys.argv[1:]:
 def test_a_folder_continues_a_prompt_where_this_repository_is_not(tmp_path):
     """Longhorn, and a layer of every family, continue it greedily as sample.py does, in a process that cannot see this
     repository."""
-    patterns, expected = ["longhorn*2", ",".join(FAMILIES)], []
+    patterns = ["longhorn*2", ",".join(FAMILIES)]
+    expected = []
     for i, pattern in enumerate(patterns):
         lm = tiny("longhorn", pattern=pattern, n_layer=len(FAMILIES) if i else 2)
         run(out_dir=make_run(tmp_path / f"run{i}", lm), to=tmp_path / f"hf{i}")
@@ -717,28 +727,25 @@ def in_code(code, lm):
     return model
 
 
-def side_by_side(rows, side, padding=300):  # beyond the vocabulary: looking it up would be an error
-    """(ids, mask), (B, T) each, of rows padded on one side."""
-    padded = functools.partial(pad_sequence, batch_first=True, padding_side=side)
-    return padded(rows, padding_value=padding), padded([torch.ones_like(row) for row in rows])
-
-
 ROWS = [torch.randint(1, 256, (n,), generator=torch.Generator().manual_seed(n)) for n in (9, 4, 14)]
 GREEDY = {"do_sample": False, "pad_token_id": 300}
-VARIANTS = [*((family, {}) for family in ("longhorn,mesa,rwkv4", "llama,swa", "longhorn,llama", "rwkv_released")),
-            *((family, {"documents": "pack", "end_of_text": 115}) for family in ("longhorn", "longhorn,llama,swa"))]
+ALONE = "longhorn,mesa,rwkv4 llama,swa longhorn,llama rwkv_released longhorn longhorn,llama,swa".split()
 
 
-@pytest.mark.parametrize("family, settings", VARIANTS, ids=str)
-def test_rows_of_unequal_length_are_read_as_if_alone(family, settings, code):
+@pytest.mark.parametrize("family", ALONE)
+def test_rows_of_unequal_length_are_read_as_if_alone(family, code):
     """They are padded on either side, with and without a cache: the logits, and what is generated, equal the LM's for
     one row."""
     rounding = 3e-5 if family == "rwkv_released" else 1e-5  # it divides by each head's deviation, which may be small
+    settings = {"documents": "pack", "end_of_text": 115} if family in ALONE[-2:] else {}
     lm = tiny("longhorn", pattern=family, n_layer=max(2, family.count(",") + 1), **settings)
-    model, rows = in_code(code, lm), [*ROWS[:2], torch.tensor([7, 115, 9, 9])]  # 115 ends a document
+    model = in_code(code, lm)
+    rows = [*ROWS[:2], torch.tensor([7, 115, 9, 9])]  # 115 ends a document
     written = [sample.generate(lm, row[None], 4, temperature=0)[0, len(row):] for row in rows]
     for side in ("left", "right"):
-        ids, mask = side_by_side(rows, side)
+        padded = functools.partial(pad_sequence, batch_first=True, padding_side=side)
+        ids = padded(rows, padding_value=300)  # beyond the vocabulary: looking it up would be an error
+        mask = padded([torch.ones_like(row) for row in rows])
         for use_cache in (False, True):
             with torch.no_grad():
                 whole = model(ids, attention_mask=mask, use_cache=use_cache).logits
@@ -747,7 +754,8 @@ def test_rows_of_unequal_length_are_read_as_if_alone(family, settings, code):
             got = model.generate(ids, attention_mask=mask, max_new_tokens=4, use_cache=use_cache, **GREEDY)
             assert torch.equal(got[:, -4:], torch.stack(written)), (side, use_cache)
     for dtype in (torch.bfloat16, torch.float16):
-        half, logits = in_code(code, lm.to(dtype)).to(dtype), lm(rows[0][None])[0]
+        half = in_code(code, lm.to(dtype)).to(dtype)
+        logits = lm(rows[0][None])[0]
         read = half(rows[0][None]).logits
         assert read.dtype == dtype
         close(read, logits, 2 * torch.finfo(dtype).eps)  # a CPU's products may depend on where the memory begins
@@ -763,7 +771,9 @@ def test_rows_of_unequal_length_are_read_as_if_alone(family, settings, code):
 def test_what_else_transformers_asks_of_a_model(family, code):
     """A cache that is passed on, any number of logits, tuples, a loss."""
     lm = tiny("longhorn", pattern=family)
-    model, idx, (logits, _) = in_code(code, lm), ROWS[2][None], lm(ROWS[2][None])
+    model = in_code(code, lm)
+    idx = ROWS[2][None]
+    logits, _ = lm(idx)
     first = model.generate(idx, max_new_tokens=5, return_dict_in_generate=True, **GREEDY)
     longer = torch.cat([first.sequences, ROWS[1][None]], 1)
     for _ in range(2):  # the cache is not used up

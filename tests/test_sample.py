@@ -33,7 +33,8 @@ def out(tmp_path_factory):
 
 def says(monkeypatch, tokens):
     """Makes models say these tokens, whatever they are asked; returns the prompts, and the screen before each token."""
-    prompts, screens = [], []
+    prompts = []
+    screens = []
 
     def stream(lm, idx, max_new_tokens, **sampling):
         prompts.append(idx[0].tolist())
@@ -67,7 +68,8 @@ def test_what_is_said_is_what_the_model_generates(out):
     lm, meta = sample.load_model(out)
     assert not lm.training and meta["tokenizer"] == "bytes"
     for prompt, n, given in ("\n", 500, False), ("far longer than the context of twenty-four bytes " * 3, 50, True):
-        generator, idx = torch.Generator().manual_seed(1337), torch.tensor([list(prompt.encode())])
+        generator = torch.Generator().manual_seed(1337)
+        idx = torch.tensor([list(prompt.encode())])
         tokens = sample.generate(lm, idx, n, temperature=0.8, generator=generator)[0].tolist()
         result = run(out_dir=out, **{"prompt": prompt, "max_new_tokens": n} if given else {})
         assert result.code == 0 and result.out == bytes(tokens).decode(errors="replace") + "\n"
@@ -163,9 +165,9 @@ def test_a_token_that_the_model_does_not_know(tmp_path):
 
 def test_a_trained_character_model_speaks_its_characters(tmp_path):
     write_folder(tmp_path / "data", vocab_size=len(TABLE), tokenizer="char", table=TABLE)
-    train.main([f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path / 'run'}", "--n_layer=1", "--n_head=2",
-                "--n_embd=32", "--block_size=16", "--batch_tokens=64", "--micro_batch_size=4", "--max_iters=1",
-                "--device=cpu", "--dtype=float32", "--pattern=llama"])
+    train.main([f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path / 'run'}", "--pattern=llama", *(
+        "--n_layer=1 --n_head=2 --n_embd=32 --block_size=16 --batch_tokens=64 --micro_batch_size=4 --max_iters=1 "
+        "--device=cpu --dtype=float32").split()])
     assert sample.load_model(tmp_path / "run")[0].config.vocab_size == 64  # of nine characters, rounded up
     result = run(out_dir=tmp_path / "run", prompt="hello wörld", max_new_tokens=60, temperature=2)
     assert result.code == 0 and result.out.startswith("hello wörld")
