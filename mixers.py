@@ -39,7 +39,7 @@ from initialisation import (
     values,
     xavier,
 )
-from kernels.linear_attention import delta_rule, gated_delta_rule, kda, mesa, retention, wkv4
+from kernels.linear_attention import NOTHING, delta_rule, gated_delta_rule, kda, mesa, retention, wkv4
 from kernels.ops import attention, causal_conv1d, conv_state, documents_of, rms_norm
 from model import (
     EMBEDDING_NORMS,
@@ -66,12 +66,10 @@ def wide(a):
 def token_shift(x, last, mus):
     """For each mu (d,) in mus: x (B, T, d) mixed with the token before. Before the first token comes `last` (B, d) or
     zeros, before the first of a packed document zeros."""
-    if last is not None:
-        before = torch.cat([last[:, None].to(x.dtype), x[:, :-1]], 1)  # (B, T, d)
-    else:
-        before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)  # (B, T, d)
-        packed = documents_of(x)
-        before = before if packed is None else before.masked_fill(packed.starts[..., None], 0)
+    first = torch.zeros_like(x[:, :1]) if last is None else last[:, None].to(x.dtype)
+    before = torch.cat([first, x[:, :-1]], 1)  # (B, T, d)
+    packed = documents_of(x) if last is None else None
+    before = before if packed is None else before.masked_fill(packed.starts[..., None], 0)
     change = before - x
     return [torch.addcmul(x, change, mu) for mu in mus.to(x.dtype)]
 
@@ -89,7 +87,8 @@ def rwkv_mu(config, layer):
     a = layer / max(1, config.n_layer - 1)
     c = 1 - layer / config.n_layer
     i = arange(config.n_embd) / config.n_embd
-    return a, {"k": 1 - i**c, "v": 1 - (i**c + 0.3 * a), "r": 1 - i ** (c / 2), "g": 1 - i ** (c / 2)}
+    r = 1 - i ** (c / 2)
+    return a, {"k": 1 - i**c, "v": 1 - (i**c + 0.3 * a), "r": r, "g": r}
 
 
 # ------------------------------------------------------------------------------- RetNet, RWKV, windows, exact Longhorn
@@ -112,14 +111,14 @@ class Retention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         d = config.n_embd
-        wide = retnet_width(config)
+        width = retnet_width(config)
         self.H = config.n_head
         self.n = split_heads(config, multiple=2)  # rotary pairs
-        self.n_v = wide // self.H
+        self.n_v = width // self.H
         self.backend = config.backend
         self.qk = linear(d, 2 * d, start=xavier(d, d, 2**-2.5), parts=[d, d])
-        self.vg = linear(d, 2 * wide, start=xavier(wide, d, 2**-2.5), parts=[wide, wide])
-        self.out_proj = linear(wide, d, start=xavier(d, wide, 0.5))
+        self.vg = linear(d, 2 * width, start=xavier(width, d, 2**-2.5), parts=[width, width])
+        self.out_proj = linear(width, d, start=xavier(d, width, 0.5))
 
     def rotate(self, x, first, last, constant=False):
         """Rotate the pairs (even, odd) in the last dimension of x (..., T, H, n), at positions first .. last - 1."""
@@ -313,7 +312,7 @@ class RWKV4TimeMix(nn.Module):
 
     def initial_state(self, batch_size, device):
         zero = torch.zeros(batch_size, self.decay.numel(), device=device)
-        return zero, zero, zero, zero - 1e38  # last token; numerator, denominator, their common exponent
+        return zero, zero, zero, zero + NOTHING  # last token; numerator, denominator, their common exponent
 
 
 # ----------------------------------------------------------------------------------------- the delta rule and relatives
