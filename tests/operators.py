@@ -82,15 +82,16 @@ def recurrence(q, k, v, alpha=None, bonus=None, beta=None, ridge=None, state=Non
 
 def scan_true(update, h0=None, cu_seqlens=None, reverse=False, **a):
     """Longhorn's Algorithm 1 and its Eq. 6, and Mamba's scan, for each packed sequence alone."""
-    every = lambda f: {n: f(v) if v.dim() > 2 else v for n, v in a.items()}
-    if cu_seqlens is not None:
-        parts = [scan_true(update, h0[s:s + 1], None, reverse, **every(lambda v, i=i, j=j: v[:, i:j]))
-                 for s, (i, j) in enumerate(itertools.pairwise(cu_seqlens.tolist()))]
-        return {"y": torch.cat([part["y"] for part in parts], 1), "h0": torch.cat([part["h0"] for part in parts])}
-    if not reverse:
-        return one_scan(update, h0=h0, **a)
-    out = one_scan(update, h0=h0, **every(lambda v: v.flip(1)))
-    return {**out, "y": out["y"].flip(1)}
+    ends = [0, a["x"].shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    turned = lambda v: v.flip(1) if reverse else v
+    ys = []
+    states = []
+    for s, (i, j) in enumerate(itertools.pairwise(ends)):
+        steps = {n: turned(v[:, i:j]) for n, v in a.items() if v.dim() > 2}
+        out = one_scan(update, **a | steps, h0=h0 if cu_seqlens is None else h0[s:s + 1])
+        ys.append(turned(out["y"]))
+        states.append(out["h0"])
+    return {"y": torch.cat(ys, 1), "h0": torch.cat(states)}
 
 
 def one_scan(update, x, dt, k, q, A=None, D=None, z=None, dt_bias=None, h0=None):
@@ -114,17 +115,12 @@ def one_scan(update, x, dt, k, q, A=None, D=None, z=None, dt_bias=None, h0=None)
 
 
 def wkv4_true(k, v, decay, bonus, num=None, den=None, max=None):
-    """A softmax over the past at each step and after the last; the initial state counts as one more token."""
-    T = k.shape[1]
-    if den is not None:
-        k = torch.cat([(den.log() + max)[:, None], k], 1)
-        v = torch.cat([(num / den)[:, None], v], 1)
-    age = torch.arange(T + 1)[:, None] - 1 - torch.arange(T - k.shape[1], T)  # of each token at each step, (T + 1, S)
-    logits = torch.where(age[..., None] < 0, bonus, -age[..., None] * decay) + k[:, None]
-    logits = logits.masked_fill(age[..., None] < -1, -torch.inf)
-    logits = torch.cat([logits[:, :T], (k - age[T:].T * decay)[:, None]], 1)  # (B, T + 1, S, D)
-    means = (logits.softmax(2) * v[:, None]).sum(2)
-    return {"y": means[:, :T], "mean": means[:, T], "weight": logits[:, T].logsumexp(1)}
+    """A `recurrence` per channel with keys e^k and two values, v and 1, whose results are divided."""
+    one = torch.ones_like(k)
+    state = None if den is None else (torch.stack([num, den], -1) * max.exp()[..., None])[:, :, None]  # (B, D, 1, 2)
+    o, S = recurrence(shown(one), shown(k.exp()), torch.stack([v, one], -1), (-decay).exp(), bonus.exp(), state=state)
+    num, den = S[:, :, 0].unbind(-1)
+    return {"y": o[..., 0] / o[..., 1], "mean": num / den, "weight": den.log()}
 
 
 def conv_true(x, weight, bias=None, state=None, silu=True, reverse=False):
@@ -211,12 +207,18 @@ def attention_inputs(case, T, B=2, H=3, K=5, V=7, past=9):
 # ------------------------------------------------------------------------------------------------------------- the list
 
 DELTA = ("delta_rule", "gated_delta_rule", "kda")
-T_CHUNKS = [dict(T=T) for T in (1, 2, 7, 8, 9, 16, 17, 40)]
-WIDTHS = [dict(zip("TBHKV", sizes, strict=True)) for sizes in (
-    (20, 1, 1, 1, 1), (20, 2, 3, 1, 4), (20, 4, 2, 3, 1), (20, 1, 2, 16, 32), (20, 3, 1, 17, 2))]
-T_SCANS = [dict(T=T, B=2, D=17, N=N) for T, N in zip((1, 2, 31, 32, 33, 63, 64, 65, 97), [16, 4] * 5, strict=False)]
-T_SCANS += [dict(T=37, B=1 + D % 3, D=D, N=N) for N, D in zip(
-    (1, 1, 2, 3, 3, 4, 5, 5, 8, 8, 8, 16, 16, 16, 32, 64, 128), itertools.cycle((1, 16, 5, 17, 33)), strict=False)]
+
+
+def sizes(**choices):
+    """As many as the longest list of choices has; shorter ones begin again."""
+    n = max(map(len, choices.values()))
+    return [{name: values[i % len(values)] for name, values in choices.items()} for i in range(n)]
+
+
+T_CHUNKS = sizes(T=(1, 2, 7, 8, 9, 16, 17, 40))
+WIDTHS = sizes(T=[20], B=(1, 2, 4, 1, 3), H=(1, 3, 2, 2, 1), K=(1, 1, 3, 16, 17), V=(1, 4, 1, 32, 2))
+T_SCANS = sizes(T=(1, 2, 31, 32, 33, 63, 64, 65, 97), B=[2], D=[17], N=(16, 4))
+T_SCANS += sizes(T=[37], B=(2, 3), D=(1, 16, 5, 17, 33), N=(1, 1, 2, 3, 3, 4, 5, 5, 8, 8, 8, 16, 16, 16, 32, 64, 128))
 
 
 def scan_row(update):
@@ -308,17 +310,17 @@ OPERATORS = {
     **{update: scan_row(update) for update in ("longhorn", "exact", "mamba", "mamba without softplus")},
     **{case: linear_row(case) for case in ("gla", "retention", "bonus", "by token", "shared", *DELTA, "mesa")},
     "wkv4": Operator("wkv4", wkv4_run, wkv4_true, functools.partial(attention_inputs, "wkv4"),
-                     [sizes | dict(K=1, V=1) for sizes in T_CHUNKS + WIDTHS], ("num", "den", "max"), seen=wkv4_seen),
-    "conv": Operator("causal_conv1d", conv_run, conv_truths, lambda T, B=2, D=5, W=4: double(conv_inputs(B, T, D, W)), [
-        *(dict(T=T, B=2, D=19, W=W) for W in range(1, 10) for T in (1, 3, 7, 33)),
-        *(dict(T=40, B=3, D=D, W=W) for D in (1, 5, 16, 17, 33) for W in (3, 4)), dict(T=65, D=70)],
-        ("state",), ("bias",), autocast="arguments", tolerance=16),
+                     [shape | dict(K=1, V=1) for shape in T_CHUNKS + WIDTHS], ("num", "den", "max"), seen=wkv4_seen),
+    "conv": Operator("causal_conv1d", conv_run, conv_truths, lambda T, B=2, D=5, W=4: double(conv_inputs(B, T, D, W)),
+                     sizes(T=9 * [1, 3, 7, 33], D=[19], W=range(1, 10)) + sizes(
+                         T=[40], B=[3], D=(1, 5, 16, 17, 33), W=(3, 4)) + [dict(T=65, D=70)],
+                     ("state",), ("bias",), autocast="arguments", tolerance=16),
     "rms_norm": Operator("rms_norm", lambda backend="", **a: {"y": rms_norm(**a, backend=backend)}, norm_true,
                          lambda T, **sizes: double(norm_inputs(T, **sizes)),
-                         [dict(T=T, D=D) for T, D in ((1, 5), (7, 15), (32, 16), (65, 17), (20, 300))],
+                         sizes(T=(1, 7, 32, 65, 20), D=(5, 15, 16, 17, 300)),
                          autocast="result", tolerance=16),
-    "attention": attention_row(None, [dict(T=T, past=past) for T, past in ((1, 0), (7, 0), (1, 5), (6, 3), (6, 1))]),
-    "window": attention_row(5, [dict(T=T, past=past) for T, past in ((1, 0), (1, 9), (130, 0), (70, 30), (3, 90))]),
+    "attention": attention_row(None, sizes(T=(1, 7, 1, 6, 6), past=(0, 0, 5, 3, 1))),
+    "window": attention_row(5, sizes(T=(1, 1, 130, 70, 3), past=(0, 9, 0, 30, 90))),
 }
 NATIVE = ("longhorn", "exact", "mamba", "mamba without softplus", "conv", "rms_norm")  # with kernels of their own
 

@@ -9,6 +9,7 @@ relative to the norm of the true result: 16 eps of the dtype used to compute, wh
 
 import contextlib
 import functools
+import itertools
 import re
 
 import pytest
@@ -39,6 +40,7 @@ from kernels import choose, ops
 from kernels import linear_attention as la
 
 EVERY = pytest.mark.parametrize("name", OPERATORS)
+REVERSIBLE = [name for name in NATIVE if name != "rms_norm"]
 OF_KERNELS = pytest.mark.parametrize("name", NATIVE)
 
 pytestmark = pytest.mark.usefixtures("poison", "one_thread")
@@ -71,7 +73,8 @@ SHORT = pytest.mark.usefixtures("short_chunks")
 @EVERY
 @pytest.mark.parametrize("backend", ("", "torch"))
 def test_values_and_every_gradient(name, backend):
-    """For odd sizes and every dtype, with all optional arguments and with none."""
+    """For odd sizes and every dtype, with all optional arguments and with none, from the first step on and in reverse.
+    """
     row = OPERATORS[name]
     beyond = {}
     exact = F32 if name in NATIVE and not backend else F64
@@ -82,7 +85,11 @@ def test_values_and_every_gradient(name, backend):
             given, tolerance = cast(row, a, dtype), row.tolerance * (2 if backend else 1)  # a loop's errors add up
             if dtype.itemsize == 2 and rounds_often(name, backend, dtype, sizes):
                 tolerance = 4 * torch.finfo(dtype).eps / EPS
-            beyond |= {(str(sizes), dtype, n): e for n, e in wrong(name, given, backend, tolerance=tolerance).items()}
+            errors = wrong(name, given, backend, tolerance=tolerance)
+            if name in REVERSIBLE and i % 4 == 1:
+                only = "y" if name == "conv" else None
+                errors |= {"reversed": wrong(name, given, backend, only, tolerance=2 * tolerance, reverse=True)}
+            beyond |= {(str(sizes), dtype, n): e for n, e in errors.items() if e}
     assert not beyond
 
 
@@ -96,28 +103,14 @@ def rounds_often(name, backend, dtype, sizes):
 @EVERY
 def test_every_choice_of_optional_arguments(name):
     """Also with every choice of the results that the loss depends on."""
-    row = OPERATORS[name]
+    row, a = small(name, 35)
     beyond = {}
-    a = cast(row, row.draw(35), F32)
-    for choice in range(2 ** (len(row.optional) + 1)):
-        left_out = [n for i, n in enumerate(row.optional) if choice >> i & 1]
+    for given in itertools.product((True, False), repeat=len(row.optional) + 1):
+        left_out = list(itertools.compress(row.optional, given)) + list(row.states if given[-1] else ())
         some = {n: v for n, v in a.items() if n not in left_out}
-        if choice % 2:
-            some = {n: v for n, v in some.items() if n not in row.states}
-        for only in ("y", None, *row.states)[:1 if choice % 3 else 3]:
-            only = only if name != "wkv4" or only in ("y", None) else "weight"
-            beyond |= {(choice, only, n): e for n, e in wrong(name, some, only=only).items()}
+        for only in (None, *row.seen(row.run(**some))):
+            beyond |= {(given, only, n): e for n, e in wrong(name, some, only=only).items()}
     assert not beyond
-
-
-@pytest.mark.parametrize("name", [name for name in NATIVE if name != "rms_norm"])
-@pytest.mark.parametrize("backend", ("", "torch"))
-def test_reverse(name, backend):
-    row = OPERATORS[name]
-    for i, sizes in enumerate(row.shapes[1::6]):
-        a = cast(row, row.draw(**sizes), (F32, BF16)[i % 2 and not backend])
-        assert not wrong(name, a if i % 3 else bare(row, a), backend, "y" if name == "conv" else None, reverse=True,
-                         tolerance=32)
 
 
 @EVERY
@@ -151,17 +144,17 @@ def test_pieces_with_the_state_carried_equal_the_whole(name, backend):
 LENGTHS = ((1, 1, 10, 3, 12, 13), (16, 16, 8), (39, 1))  # ends after one token, within a chunk, at its border
 
 
-def in_documents(row, f=None, **how):
-    """f, or the true function, applied to each document alone."""
-    def alone(**a):
-        whole = timed(row, a)
+def alone(f):
+    """f, applied to each document by itself."""
+    def run(**a):
         rows = []
         for b, lengths in enumerate(LENGTHS):
-            each = zip(*(a[n][b:b + 1].split(lengths, 1) for n in whole), strict=True)
-            rows.append(torch.cat([(f or row.true)(**a | dict(zip(whole, part, strict=True)), **how)["y"]
-                                   for part in each], 1))
+            ends = itertools.accumulate(lengths)
+            parts = ({n: v[b:b + 1, end - length:end] if v.dim() > 2 else v for n, v in a.items()}
+                     for end, length in zip(ends, lengths, strict=True))
+            rows.append(torch.cat([f(**part)["y"] for part in parts], 1))
         return {"y": torch.cat(rows)}
-    return alone
+    return run
 
 
 @SHORT
@@ -177,7 +170,7 @@ def test_packed_documents_are_those_read_alone(name, backend):
     given = cast(row, a, F32 if name in NATIVE else F64)
     run = lambda **a: {"y": row.run(**a, backend=backend)["y"]}
     with ops.documents(starts):
-        assert not wrong(name, given, run=run, true=in_documents(row), tolerance=64)
+        assert not wrong(name, given, run=run, true=alone(row.true), tolerance=64)
         forward = graded(run, given)
         given = {n: v.requires_grad_() for n, v in given.items()}
         kept = checkpoint(run, **given, use_reentrant=False, context_fn=ops.same_documents)["y"]
@@ -262,7 +255,7 @@ def test_views_equal_contiguous_to_the_bit(name, dtype):
         pytest.skip("PyTorch's")
     row = OPERATORS[name]
     a = cast(row, row.draw(35, D=17), dtype)
-    for how in ({}, {"reverse": True})[:2 if name != "rms_norm" else 1]:
+    for how in ({}, {"reverse": True})[:1 + (name in REVERSIBLE)]:
         run = functools.partial(row.run, **how)
         want = graded(run, a)
         for n in (*timed(row, a), *row.states):
