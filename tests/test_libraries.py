@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers import table
 from operators import BF16, DELTA, F32, F64, OPERATORS, cast, conv_inputs, conv_true, double, wrong
 
 from kernels import fused, ops
@@ -23,20 +24,21 @@ pytestmark = pytest.mark.usefixtures("poison", "one_thread")
 
 
 def given(name, T, dtype=F32, state=False, **sizes):
-    """The row's `run`, restricted to arguments that the library takes."""
+    """The row's `run`, and arguments that the library takes."""
     row = OPERATORS[name]
-    sizes |= {"mamba": {}, "conv": {"D": 8}, "attention": {}, "window": {}}.get(name, {"V": 5}) | sizes
+    sizes = {"conv": {"D": 8}, **{op: {"V": 5} for op in LINEAR}}.get(name, {}) | sizes
     a = cast(row, row.draw(T, **sizes), dtype)
     return row.run, a if state else {n: v for n, v in a.items() if n not in row.states}
 
 
 @pytest.fixture
 def calls(library):
-    """What the libraries were called with: (operator, shapes of the first two, dtypes, the rest)."""
+    """What the libraries were called with: (operator, dtypes, the rest). The stand-ins compute from the libraries' own
+    layouts, so that any other would be wrong."""
     calls = []
 
     def seen(op, *tensors, **rest):
-        calls.append((op, [tuple(v.shape) for v in tensors[:2]], {v.dtype for v in tensors}, rest))
+        calls.append((op, {v.dtype for v in tensors}, rest))
 
     def by_loop(op, loop):
         def function(q, k, v, scale, initial_state, output_final_state, **rest):
@@ -52,7 +54,7 @@ def calls(library):
         return o, H, U
 
     def causal_conv1d_fn(x, weight, bias=None, activation=None):
-        seen("causal_conv1d", x, activation=activation)
+        seen("causal_conv1d", x)
         return conv_true(x.transpose(1, 2), weight, bias, silu=activation == "silu").transpose(1, 2)
 
     def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False):
@@ -62,7 +64,7 @@ def calls(library):
         return y.transpose(1, 2)
 
     def flash_attn_func(q, k, v, causal=False, window_size=(-1, -1)):
-        seen("attention", q, k, window=window_size)
+        seen("attention", q, k)
         q, k, v = (a.transpose(1, 2) for a in (q, k, v))
         window = None if window_size[0] < 0 else window_size[0] + 1  # flash-attn's leaves out the query's own key
         return ops.attention(q, k, v, window, backend="torch").transpose(1, 2)
@@ -91,53 +93,44 @@ def test_linear_attention_in_the_librarys_own_layout(name, state, T, exact):
     """With every gradient, in 16 bits, and with a bonus, which the library does not have."""
     run, a = given(name, T, state=state)
     assert not wrong(name, a, "fused")
-    learnt = exact.pop()[3]
-    if name in ("retention", "bonus"):
-        assert learnt["g"].shape == (2, T, 3)  # learnt, so given for every step
+    constant = name in ("retention", "bonus")
+    if constant:
+        assert exact[0][2]["g"].shape == (2, T, 3)  # learnt, so given for every step
     exact.clear()
     run, a = given(name, T, BF16, state)
     out = run(**a)
-    (op, _, dtypes, rest), = exact
+    (op, dtypes, rest), = exact
     assert op == OPERATORS[name].op and dtypes == {BF16} and (rest["state"] is not None) == state
-    assert {v.dtype for n, v in rest.items() if n in ("g", "g_gamma")} <= {F32}
-    assert [v.shape for n, v in rest.items() if n == "g_gamma"] == [(3,)] * (name in ("retention", "bonus"))
+    assert ("g_gamma" in rest) == constant and all(rest[n].dtype == F32 for n in ("g", "g_gamma") if n in rest)
     assert out["y"].dtype == BF16 and out["state"].dtype == F32
 
 
-@pytest.mark.parametrize("name,how,shapes,rest", [
-    ("conv", {}, [(2, 8, 9)], {"activation": "silu"}), ("conv", {"silu": False}, [(2, 8, 9)], {"activation": None}),
-    ("conv", {"reverse": True}, [(2, 8, 9)], {"activation": "silu"}),
-    ("mamba", {}, [(2, 5, 9), (2, 3, 9)], {}), ("mamba", {"reverse": True}, [(2, 5, 9), (2, 3, 9)], {}),
-    ("attention", {}, [(2, 9, 3, 10)] * 2, {"window": (-1, -1)}),
-    ("window", {}, [(2, 9, 3, 10)] * 2, {"window": (4, 0)})])
-def test_the_others_in_their_own_layout(name, how, shapes, rest, exact):
-    run, a = given(name, 9)
-    how |= {"keep": False} if name == "mamba" else {}
-    true = lambda keep=False, **a: {"y": OPERATORS[name].true(**a)["y"]}
-    run = lambda run=run, **a: {"y": run(**a, backend="fused")["y"]}
-    assert not wrong(name, a, run=run, true=true, tolerance=64, **how)
-    assert [call[1:] for call in exact] == [(shapes, {F32}, rest)]
+@pytest.mark.parametrize("name, state, how", [
+    ("conv", False, {}), ("conv", False, {"silu": False}), ("conv", False, {"reverse": True}), ("mamba", False, {}),
+    ("mamba", False, {"reverse": True}), ("attention", False, {}), ("window", False, {}), ("attention", True, {})])
+def test_the_others_in_their_own_layout(name, state, how, exact):
+    """flash-attn aligns the queries with the last keys."""
+    run, a = given(name, 9, state=state)
+    how_run = {"backend": "fused"} | ({"keep": False} if name == "mamba" else {})
+    ours, true = (lambda f=f, more=more, **a: {"y": f(**a, **more)["y"]}
+                  for f, more in ((run, how_run), (OPERATORS[name].true, {})))
+    assert not wrong(name, a, run=ours, true=true, tolerance=64, **how)
+    assert [call[:2] for call in exact] == [(OPERATORS[name].op, {F32})]
     with torch.autocast("cpu", BF16):
-        assert run(**a, **how)["y"].dtype == BF16
-
-
-def test_queries_are_aligned_with_the_last_keys_as_in_flash_attn(exact):
-    run, a = given("attention", 4, state=True)
-    assert not wrong("attention", a, "fused")
-    assert exact[0][1] == [(2, 4, 3, 10), (2, 13, 3, 10)]
+        assert ours(**a, **how)["y"].dtype == BF16
 
 
 def test_what_a_library_lacks_is_computed_here(exact):
-    conv, scan = OPERATORS["conv"].run, OPERATORS["mamba"].run
+    """A state, wide convolutions, channels that are no multiple of 8, or views that are none."""
     part = {**conv_inputs(2, 9, 8, 4, state=False), "x": torch.randn(2, 9, 12)[..., :8]}
-    wider, not_of_eights = conv_inputs(2, 9, 8, 5, state=False), conv_inputs(2, 9, 12, 4, state=False)
-    for a in (conv_inputs(2, 9, 8, 4), wider, not_of_eights, part):
-        assert torch.equal(conv(**a, backend="fused")["y"], conv(**a)["y"])
-    _, a = given("mamba", 9)
-    for more in ({"h0": torch.ones(2, 5, 3), "keep": False}, {}):
-        assert torch.equal(scan(**a, **more, backend="fused")["y"], scan(**a, **more)["y"])
+    _, scan = given("mamba", 9)
+    lacking = [("conv", conv_inputs(2, 9, 8, 4)), ("conv", conv_inputs(2, 9, 8, 5, state=False)), ("conv", part),
+               ("conv", conv_inputs(2, 9, 12, 4, state=False)), ("mamba", scan),
+               ("mamba", {**scan, "h0": torch.ones(2, 5, 3), "keep": False})]
+    same = lambda run, a: torch.equal(run(**a, backend="fused")["y"], run(**a)["y"])
+    assert all(same(OPERATORS[name].run, a) for name, a in lacking)
     with ops.documents(torch.arange(9).expand(2, 9) == 4):
-        assert torch.equal(scan(**a, keep=False, backend="fused")["y"], scan(**a, keep=False)["y"])
+        assert same(OPERATORS["mamba"].run, {**scan, "keep": False})
     assert exact == []
 
 
@@ -154,23 +147,27 @@ def test_a_library_that_is_not_there_is_a_reason(library, monkeypatch):
             run(**a, backend="fused")
 
 
-@pytest.mark.parametrize("triton, fla, gpu, left", [
-    ("3.6.0", "0.6.0", 9, ("retention", "gated_delta_rule")), ("3.7.0", "0.6.0", 9, ("retention", "gated_delta_rule")),
-    ("3.7.1", "0.5.9", 9, ("delta_rule",)), ("3.3.1", "0.5.9", 9, ()), ("3.6.0", "0.5.9", 8, ())])
+VERSIONS = """
+# Triton  fla    GPU  left alone
+3.6.0     0.6.0  9    retention gated_delta_rule
+3.7.0     0.6.0  9    retention gated_delta_rule
+3.7.1     0.5.9  9    delta_rule
+3.3.1     0.5.9  9    none
+3.6.0     0.5.9  8    none
+"""
+
+
+@pytest.mark.parametrize("triton, fla, gpu, left", table(VERSIONS))
 def test_versions_with_wrong_gradients_are_left_alone(triton, fla, gpu, left, calls, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (gpu, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (int(gpu), 0))
     monkeypatch.setattr(importlib.metadata, "version", {"triton": triton, "fla-core": fla}.get)
-    for name in ("retention", "gated_delta_rule", "delta_rule", "gla"):
-        if name == "gla":  # a nightly's Triton has another name
-            monkeypatch.setattr(importlib.metadata, "version", mock.Mock(side_effect=ModuleNotFoundError))
-        run, a = given(name, 20, BF16)
-        calls.clear()
-        run(**a)
-        assert len(calls) == (name not in left), name
-        if not calls:
-            with pytest.raises(RuntimeError, match="needs .* or later on a Hopper GPU: [0-9.]+ computes wrong grad"):
-                run(**a, backend="fused")
+    found = {op: why for op in ("retention", "gated_delta_rule", "delta_rule") if (why := fused.missing(op))}
+    assert " ".join(found) == left.removeprefix("none")
+    for why in found.values():
+        assert re.search("^flash-.* needs .* or later on a Hopper GPU: [0-9.]+ computes wrong gradients$", why)
+    monkeypatch.setattr(importlib.metadata, "version", mock.Mock(side_effect=ModuleNotFoundError))
+    assert fused.missing("gated_linear_attention") is None  # whatever a nightly's Triton is called
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -197,7 +194,7 @@ def test_what_the_library_cannot_do_goes_to_chunks(calls):
     run, a = given("gated_delta_rule", 20)
     with torch.autocast("cpu", dtype=BF16):  # it gets 16 bits
         out = run(**a)
-    _, _, dtypes, rest = calls.pop()
+    _, dtypes, rest = calls.pop()
     assert dtypes == {BF16} and rest["g"].dtype == out["y"].dtype == out["state"].dtype == F32
     run(**a)  # float32
     with torch.autocast("cpu", dtype=BF16):
