@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import table
 
 import families  # noqa: F401
 import optim
@@ -33,33 +34,23 @@ def compute(lm):
     torch.nn.utils.parametrizations.weight_norm(lm.layers[1].branches[0].mixer.out_proj)
 
 
-def described(lm, optimizers):
-    """(names of parameters, weight decay) of each group."""
-    names = {p: name for name, p in lm.named_parameters()}
-    groups = []
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            groups.append((sorted(names[p] for p in group["params"]), group["weight_decay"]))
-    return groups
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("family, change", [*((family, lambda lm: None) for family in FAMILIES), ("longhorn", share),
                                             ("longhorn", compute)])
 def test_every_parameter_is_in_one_group(family, change, optimizer):
     """Also a parameter that two maps share, or from which a parametrization computes the weight."""
     lm, optimizers = build(family, optimizer, change)
-    names = {name for name, _ in lm.named_parameters()}
-    decayed = set(optim.decayed(lm))
-    assert decayed == {name for name in names if name.endswith(".weight") and lm.get_parameter(name).dim() == 2}
-    matrices = {name for name in decayed if ".mixer." in name and optimizer == "muon"}
-    expected = [(sorted(decayed - matrices), 0.1), (sorted(names - decayed), 0.0)]
-    if matrices:
-        expected.insert(0, (sorted(matrices), 0.1))
-    assert described(lm, optimizers) == expected
-    assert isinstance(optimizers[0], Muon) == (optimizer == "muon") and len(optimizers) == 1 + bool(matrices)
-    adamw = optimizers[-1].defaults
-    assert (adamw["lr"], adamw["betas"]) == (1e-2, (0.9, 0.95)) and optimizers[0].param_groups[0]["lr"] == 1e-2
+    names = {p: name for name, p in lm.named_parameters()}
+    matrices = {name for p, name in names.items() if name.endswith(".weight") and p.dim() == 2}
+    of_muon = {name for name in matrices if ".mixer." in name and optimizer == "muon"}
+    assert set(optim.decayed(lm)) == matrices
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    expected = [(of_muon, 0.1)] if of_muon else []
+    expected += [(matrices - of_muon, 0.1), (set(names.values()) - matrices, 0.0)]
+    assert [({names[p] for p in group["params"]}, group["weight_decay"]) for group in groups] == expected
+    assert sum(len(group["params"]) for group in groups) == len(names) and {group["lr"] for group in groups} == {1e-2}
+    assert [type(optimizer) for optimizer in optimizers] == ([Muon] if of_muon else []) + [optim.AdamW]
+    assert optimizers[-1].defaults["betas"] == (0.9, 0.95)
 
 
 def test_the_schedule_scales_each_groups_own_rate():
@@ -96,10 +87,18 @@ def test_parts_of_a_fused_projection_are_matrices_of_their_own(family):
     optimizers[0].step()  # must not fail: a map that forward does not use has no gradient
 
 
-@pytest.mark.parametrize("family, name, rows", [
-    ("longhorn", "in_proj.weight", [64, 64]), ("mamba", "x_proj.weight", [2, 16, 16]),
-    ("llama", "qkv.weight", [32] * 3),
-    ("gla", "qk.weight", [16, 16]), ("retnet", "vg.weight", [56, 56]), ("deltanet", "qkv.weight", [32] * 3),
-    ("llama", "out_proj.weight", [32])])
+FUSED = """
+longhorn  in_proj.weight   64 64
+mamba     x_proj.weight    2 16 16
+llama     qkv.weight       32 32 32
+gla       qk.weight        16 16
+retnet    vg.weight        56 56
+deltanet  qkv.weight       32 32 32
+llama     out_proj.weight  32
+"""
+
+
+@pytest.mark.parametrize("family, name, rows", table(FUSED))
 def test_which_maps_are_fused(family, name, rows):
-    assert muon_matrices(LM(ModelConfig(model=family, **SMALL)))[f"layers.0.branches.0.mixer.{name}"] == rows
+    parts = muon_matrices(LM(ModelConfig(model=family, **SMALL)))[f"layers.0.branches.0.mixer.{name}"]
+    assert " ".join(map(str, parts)) == rows
