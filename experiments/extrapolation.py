@@ -54,7 +54,7 @@ from experiments.sweeps import runner  # noqa: E402
 from experiments.sweeps.experiment import Experiment, Report, Run  # noqa: E402
 from model import LM  # noqa: E402
 from runtime.distributed import named_device, pick_dtype  # noqa: E402
-from runtime.records import fields, read_json  # noqa: E402
+from runtime.records import cpu_model, fields, read_json  # noqa: E402
 from sample import load_model  # noqa: E402
 
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv", "deltanet")  # the last for Section 5.4
@@ -257,19 +257,20 @@ def evaluate(folder, args, run):
         dataset = args.dataset or str(meta["config"]["dataset"])
     rows, lengths, text = cut_text(lm, dataset, meta["data"], folder, args)
     batch_size = args.batch_size or (8 if device.type == "cuda" else 1)
-    records, models = [], {run: lm}
+    models = {run: lm}
     if "llama" in lm.config.families:
         models[f"{run}, last {trained} tokens"] = limited(lm, trained)
+    records = []
     for name, model in models.items():
         print(f"{name}, trained at {trained}: {in_words(text)}, {args.chunk} tokens at a time", flush=True)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False):
             results = measure(model, rows, lengths, trained, args.chunk, batch_size)
-        record = new_record("extrapolation", family=lm.config.pattern or lm.config.model, run=name)
-        ran_on = torch.cuda.get_device_name() if device.type == "cuda" else record["environment"]["cpu"]
-        records.append(record | {
-            "device": ran_on, "threads": torch.get_num_threads(), "dtype": str(dtype).removeprefix("torch."),
-            "chunk": args.chunk, "batch_size": batch_size, "text": text, "lengths": results,
-            "checkpoint": checkpoint, "finished": True, "seconds": time.perf_counter() - began})
+        records.append(new_record(
+            "extrapolation", family=lm.config.pattern or lm.config.model, run=name,
+            device=torch.cuda.get_device_name() if device.type == "cuda" else cpu_model(),
+            threads=torch.get_num_threads(), dtype=str(dtype).removeprefix("torch."), chunk=args.chunk,
+            batch_size=batch_size, text=text, lengths=results, checkpoint=checkpoint,
+            seconds=time.perf_counter() - began) | {"finished": True})
     return records
 
 
@@ -348,12 +349,10 @@ class Extrapolation(Experiment):
         """Evaluate the checkpoints of {name: folder}, replace their earlier results in the record, and report."""
         for name, folder in runs.items():
             new = evaluate(folder, self.args, name)
-            kept = []
             with fields(f"{self.record}: its records"):
-                for r in read_json(self.record)["extrapolation"] if self.record.exists() else ():
-                    if r["run"].partition(", last ")[0] != name:  # see `evaluate`
-                        kept.append(r)
-            write_record(self.record, {"extrapolation": [*kept, *new]})
+                before = read_json(self.record)["extrapolation"] if self.record.exists() else []
+                others = [r for r in before if r["run"].partition(", last ")[0] != name]  # see `evaluate`
+            write_record(self.record, {"extrapolation": others + new})
         self.folder = self.record
         super().finish()
 
