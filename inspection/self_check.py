@@ -304,7 +304,7 @@ def self_check(model, dtype=torch.float32, compiled=False):
     in_16_bits = dtype != torch.float32 and backend != "torch"
     precision = torch.get_float32_matmul_precision()
     way_out = (f"correct that, or if other sizes run define toy(self, backend) in {type(model).__name__} to return a "
-               "model of those, as Recall of experiments/recall/models.py does")
+               "model of those, as Vision of experiments/vision/classify.py does")
     torch.set_float32_matmul_precision("highest")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), constants(short(is_packed(model))):
         try:

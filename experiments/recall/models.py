@@ -313,10 +313,6 @@ class Recall(LM):
             logits = None if loss_only else logits
         return (logits, loss) if state is None else (logits, loss, after)
 
-    def toy(self, backend):
-        """A small model of the same code, for inspection/self_check.py."""
-        return type(self)(replace(self.config, n_embd=32, n_head=2, vocab_size=64, block_size=128, backend=backend))
-
     def forward_flops(self, T):
         """As for any LM, but the head runs only at queries."""
         return counting.forward_flops(self.modules(), T) + 2 * self.embed.weight.numel() * self.config.pairs / T

@@ -62,7 +62,6 @@ def speed(cells):
     from experiments.vision.classify import build_model
 
     device = Gpu() if torch.cuda.is_available() else Cpu()
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     contenders = {}
     for cell in cells:
@@ -77,7 +76,6 @@ def speed(cells):
 
         contenders[variant_of(cell.at)] = make
     rows = time_contenders(contenders, device)
-    torch.set_num_threads(threads)
     return {row["contender"]: round(config.micro_batch_size / row["forward_backward"]["median_seconds"])
             for row in rows if "reason" not in row}
 
