@@ -67,13 +67,12 @@ def perplexity(measured):
 def differences(read):
     """Rows of a table: loss of one run minus that of another, with Welch's 95% interval over their seeds."""
     rows = []
+    losses = lambda measured: np.array([x["loss"] for x in measured], float)  # None is NaN
     for (a, first), (b, second) in itertools.combinations(read.items(), 2):
         row = {}
         for T in sorted(first.keys() & second.keys()):
-            of_first = np.array([x["loss"] for x in first[T]], float)  # None is NaN
-            of_second = np.array([x["loss"] for x in second[T]], float)
-            if min(len(of_first), len(of_second)) > 1:
-                change, low, high, *_ = welch(of_second, of_first)
+            if len(first[T]) > 1 and len(second[T]) > 1:
+                change, low, high, *_ = welch(losses(second[T]), losses(first[T]))
                 row[f"T = {T}"] = f"{change:+.3f} ({low:+.3f} .. {high:+.3f})"
         if row:
             rows.append({"loss, 95% interval over the seeds": f"{b} minus {a}", **row})
@@ -87,7 +86,7 @@ def page(runs):
     for r in runs.itertuples():
         groups.setdefault(re.sub(r", seed \d+", "", r.run), []).append(r)
     read = {name: by_length(seeds) for name, seeds in groups.items()}
-    lengths = sorted({x["length"] for lengths in runs.lengths for x in lengths})
+    lengths = sorted(set().union(*read.values()))
     rows = []
     for name, at in read.items():
         cells = {f"T = {T}": perplexity(at[T]) if T in at else DASH for T in lengths}

@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from itertools import combinations
 
+import numpy as np
 import pandas
 from scipy.stats import rankdata
 
@@ -80,13 +81,11 @@ def in_words(steps):
 
 def pooled(shares):
     """{label: accuracy} over several seeds' {label: (queries, correct answers)}."""
-    queries = Counter()
-    right = Counter()
+    sums = {}
     for of_seed in shares:
-        for label, (n, n_right) in of_seed.items():
-            queries[label] += n
-            right[label] += n_right
-    return {label: right[label] / queries[label] for label in queries}
+        for label, counts in of_seed.items():
+            sums[label] = sums.get(label, 0) + np.array(counts)
+    return {label: right / queries for label, (queries, right) in sums.items()}
 
 
 def mann_whitney(a, b):
