@@ -73,7 +73,7 @@ def test_longest_sequences_stay_within_documents():
 def test_the_records_of_lengths_are_those_of_whole_passes(family, capsys):
     """They are read in chunks of 24 tokens, one sequence at a time."""
     lm, rows = tiny(family), some_rows(3, 128)
-    measured = ex.measure(lm, rows, [8, 64, 128], 8, 24, 1)
+    measured = ex.measure(lm, rows, [4, 8, 128], 8, 24, 1)
     losses = {}
     for row in measured:
         T = row["length"]
@@ -84,7 +84,7 @@ def test_the_records_of_lengths_are_those_of_whole_passes(family, capsys):
         assert row["losses_of_longest_sequences"] == pytest.approx(means, rel=1e-5)
         assert row["loss_standard_error"] == pytest.approx(stats.sem(means), rel=1e-3)
     change, last = losses[128] - losses[8], measured[-1]
-    assert "difference" not in measured[0] and last["against"] == 8
+    assert "difference" not in measured[0] | measured[1] and last["against"] == 8
     assert last["difference"] == pytest.approx(change.mean(), abs=1e-6)
     assert last["difference_standard_error"] == pytest.approx(stats.sem(change.mean(1)), rel=1e-3)
     by_place = last["difference_by_place"]
