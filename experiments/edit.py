@@ -420,8 +420,8 @@ class Budget:
         self.minutes = minutes
         record = read_json(path) if path.exists() else {"minutes": [], "plans": []}
         with fields(f"{path} cannot be used, delete it: its fields"):
-            minutes = [*map(float, record["minutes"])]
-            self.ends = np.asarray_chkfinite(minutes).tolist()  # after which each pair ended
+            ends = [*map(float, record["minutes"])]
+            self.ends = np.asarray_chkfinite(ends).tolist()  # minutes after which each pair ended
             self.plans = [*map(str, record["plans"])]  # budgets that were asked for
         self.fractions = []  # of the budget, at each look
         self.began = time.monotonic() - 60 * max(self.ends, default=0)

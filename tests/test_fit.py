@@ -310,8 +310,9 @@ def test_the_difference_of_pairs_is_the_paired_t():
     assert_is_the_t_test(d, stats.ttest_rel(a[:, 0], b[:, 0]))
     for n in 1, 2:  # one pair has no SD, and two hardly have one
         assert compare.difference(a[:n], b[:n], W, (0.01, 5), paired=True).df == 5
+    texts = a + rng.standard_normal(9)  # some documents are harder than others, for both
     effect = 0.02 * rng.standard_normal(9)  # per document: pairing removes only the noise of seeds
-    d = compare.difference(a + effect, a, W, paired=True)
+    d = compare.difference(texts + effect, texts, W, paired=True)
     variance, _ = compare.document_variance(W, a[:1] + effect, -a[:1])
     assert d.seeds_se < 1e-9 and d.documents_se == pytest.approx(math.sqrt(variance))
 
@@ -393,6 +394,7 @@ def test_multipliers_that_cannot_be_told():
         assert compare.multiplier(d, *curves) is None
     late = curve_of(lambda tokens: power_law(min(tokens, 2**20)) + (tokens > 2**20), [2**18, 2**19, 2**20, 2**21])
     assert compare.multiplier(d, late, late).value < 0.5  # overfits only beyond this budget
+    assert late.rise(0) == 0  # although no parabola goes through four points
     assert compare.multiplier(exactly(-50.0), a, a) is None
     for errors in 1.9, 2.1:
         falls = {s: np.full(9, errors / 3**0.5 + s) for s in (-1, 0, 1)}
@@ -506,12 +508,13 @@ def test_an_interval_misses_the_truth_in_one_of_twenty_duels(design):
 def test_winner_needs_to_beat_every_other():
     p = {"near": 0.03, "far": 0.001, "other": 0.02}
     told = lambda a, b: p[b]
+    four = {"x": 3.0, "near": 3.1, "far": 3.5, "other": 3.2}
     assert compare.winner({"x": 3.0, "far": 3.5}, told).family == "x"
-    best = compare.winner({"x": 3.0, "near": 3.1, "far": 3.5, "other": 3.2}, told)
+    best = compare.winner(four, told)
     # Holm by hand: 3 x 0.001, 2 x 0.02, and 0.03, which is raised to the one before
     assert best.family == "x" and "p <= 0.04 after" in best.reason
     p["other"] = 0.03
-    assert compare.winner({"x": 3.0, "near": 3.1, "far": 3.5, "other": 3.2}, told).family is None
+    assert compare.winner(four, told).family is None
     assert "1 families with a loss" in compare.winner({"x": 3.0}, told).reason
     p["near"] = None
     assert "cannot be tested against near" in compare.winner({"x": 3.0, "near": 3.1}, told).reason
