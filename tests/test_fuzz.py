@@ -5,6 +5,7 @@
 
 import json
 import os
+import re
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,11 +19,12 @@ CHAOS = bool(os.environ.get("LONGHORN_CHAOS"))
 
 few = settings(deadline=None, max_examples=1000 if CHAOS else 40, database=None,
                suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-words = st.one_of(st.text(max_size=20), st.sampled_from(
-    ["n_layer", "learning_rate", "x", "_y", "=", "==", "1", "1e999", "-1", "'a'", "True", "(", ")", "[]", "{", ":",
-     "\n", "\n ", "import os", "def f(): pass", "del n_layer", "n_layer = n_layer", "raise SystemExit", "1/0", "\0",
-     "\\", "#", "\ufeff", "lambda: 0", "global n_layer", "return", "yield", "float('nan')",
-     "10**5000", "n_layer = 10**5000", "[0] * 3"]))
+WORDS = r"""
+n_layer  learning_rate  x  _y  =  ==  1  1e999  -1  'a'  True  (  )  []  {  :  \  #  lambda: 0  1/0  10**5000  [0] * 3
+import os  def f(): pass  del n_layer  n_layer = n_layer  n_layer = 10**5000  raise SystemExit  global n_layer  return
+yield  float('nan')
+"""
+words = st.text(max_size=20) | st.sampled_from([*re.split(r"\s\s+|\n", WORDS.strip()), "\n", "\n ", "\0", "\ufeff"])
 
 
 @few
