@@ -136,11 +136,10 @@ def test_tasks_make_the_tokens_of_one_process(in_this_process, tmp_path, tasks):
     (tmp_path / "files/d.txt").write_text("one text\n" * 100)
     how = {"files": [tmp_path / "files"], "tokenizer": "gpt2", "vocab": VOCAB, "val_fraction": 0.2}
     made, plain = cluster.prepare(tmp_path / "a", tasks=tasks, **how), any_tokens.prepare(tmp_path / "b", **how)
-    for split in SPLITS:
+    for split, of_plain in plain.meta["splits"].items():
         assert np.array_equal(getattr(made, split)[:], getattr(plain, split)[:])
-        of_made, of_plain = made.meta["splits"][split], plain.meta["splits"][split]
-        for key in ("tokens", "bytes", "documents", "max_token"):
-            assert of_made[key] == of_plain[key]
+        of_made = made.meta["splits"][split]
+        assert {key for key in of_plain if of_made[key] != of_plain[key]} <= {"sha256", "shards"}
     (tmp_path / "a/task-00001/00000.train.bin").write_bytes(b"")
     assert cluster.prepare(tmp_path / "a", tasks=tasks, **how).meta["splits"] == made.meta["splits"]
 

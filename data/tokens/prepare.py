@@ -281,8 +281,11 @@ def total(sizes):
 
 def is_whole(out, splits):
     """Whether the files of a shard exist and have the recorded content."""
-    files = [(out / entry["file"], entry["sha256"]) for entry in splits.values()]
-    return all(path.is_file() and file_sha256(path) == sha256 for path, sha256 in files)
+    for entry in splits.values():
+        path = out / entry["file"]
+        if not path.is_file() or file_sha256(path) != entry["sha256"]:
+            return False
+    return True
 
 
 def finish_shards(folder, shards, meta):
