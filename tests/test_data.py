@@ -701,18 +701,22 @@ def test_files_named_val_are_held_out(small_units, tmp_path, prepare, capsys):
     lines = '{"text": "one"}\n{"text": null}\n{"text": ""}\n'
     write_files(tmp_path / "in", {
         "train.txt": "two", "train-0.jsonl": lines, "Val/a.txt": "3", "w.dev.txt": "4"})
-    named = functools.partial(prepare, files=[tmp_path / "in"])
-    tokens = named()
+    tokens = prepare(files=[tmp_path / "in"])
     assert text_of(tokens.train, tokens.val) == b"one\0two\x003\x004\0" and len(tokens.val) == 4
     assert tokens.meta["splits"]["train"]["documents"] == 2
     said = capsys.readouterr().err
     assert "held out for their names, and no others: 2 files" in said and "2 empty documents of train" in said
-    (tmp_path / "in/Val/a.txt").rename(tmp_path / "in/train-a.txt")
-    (tmp_path / "in/train.txt").rename(tmp_path / "in/val-b.txt")
-    rejected(named, "from other inputs")
-    capsys.readouterr()
     write_files(tmp_path / "in", {"model.txt": "d" * 99})
-    assert b"ddd" in text_of(named(force=True).val) and "for their names" not in capsys.readouterr().err
+    prepare(files=[tmp_path / "in"], force=True)
+    assert "for their names" not in capsys.readouterr().err
+
+
+def test_which_files_are_held_out_is_part_of_the_inputs(tmp_path, prepare):
+    write_files(tmp_path / "in", {"test/a.txt": "held out", "train/a.txt": "read"})
+    assert text_of(prepare(files=[tmp_path / "in"]).val) == b"held out\0"
+    (tmp_path / "in/train").rename(tmp_path / "in/val")
+    (tmp_path / "in/test").rename(tmp_path / "in/train")
+    rejected(lambda: prepare(files=[tmp_path / "in"]), "from other inputs")
 
 
 def test_a_separator_that_is_missing_is_said(tmp_path, prepare, capsys):
@@ -924,7 +928,7 @@ def test_what_any_tokens_refuses(small_units, odd_files, tmp_path, monkeypatch, 
 
 
 def test_files_are_known_by_their_content(small_units, tmp_path, prepare):
-    path = write_jsonl(tmp_path / "a.jsonl", documents(40))
+    path = write_jsonl(tmp_path / "a.jsonl", documents(90))
     prepare = functools.partial(prepare, files=[path])
     first = prepare().meta
     before = path.stat().st_mtime_ns
@@ -954,7 +958,9 @@ def test_a_file_that_changes_while_it_is_read(small_units, tmp_path, prepare, mo
         patch.setattr(sources, "read_file", edited)
         rejected(lambda: prepare(files=[path], shuffle=shuffle), "a.jsonl changed while it was read")
     assert {*os.listdir(tmp_path / "out")} == {".lock", "mine.txt"}
-    prepare(files=[path], shuffle=shuffle)  # it failed, and left nothing behind
+    write_jsonl(path, documents(40))
+    splits = prepare(files=[path], shuffle=shuffle).meta["splits"]  # it failed, and left nothing behind
+    assert splits["train"]["documents"] + splits["val"]["documents"] >= 40
 
 
 def test_many_machines_need_a_package(monkeypatch, tmp_path):
