@@ -29,7 +29,6 @@ DISAGREE = ("kernels/build.py and the kernel sources disagree about a struct, CH
             "both")
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SIZES = {"conv": ("CONV_WIDTH", "CONV_CHANNELS"), "loss": ("LOSS_ROOM",), "sums": ("NUMBERS",)}
-CLASSES = {"longhorn": "Longhorn", "exact": "Exact", "mamba": "Mamba"}  # of the updates in longhorn_scan.cu
 
 
 # ----------------------------------------------------------------------------------------------------------- compilers
@@ -119,7 +118,7 @@ def defines(update, dtype, *shape):
         sizes = [f"-D{name}={size}" for name, size in zip(SIZES[update], shape, strict=True)]
         return [f"-D{update.upper()}_TYPE={TYPES[dtype]}", *sizes, *tuning]
     sizes = [f"-DSCAN_{name}={size}" for name, size in zip("PL", shape, strict=True)]
-    return [f"-DSCAN_UPDATE={CLASSES[update]}", f"-DSCAN_TYPE={TYPES[dtype]}", *sizes, *tuning]
+    return [f"-DSCAN_UPDATE={update.capitalize()}", f"-DSCAN_TYPE={TYPES[dtype]}", *sizes, *tuning]
 
 
 OPTIONS = {"nvcc": ["-O3", "-std=c++17", "-lineinfo"], "nvrtc": ["--std=c++17", "--generate-line-info"]}
