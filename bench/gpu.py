@@ -228,11 +228,7 @@ def verdict(stage, limit_s, exit_status, text):
 
 
 def last_line(text):
-    lines = [""]
-    for line in text.splitlines():
-        if line.strip():
-            lines.append(line.strip())
-    return lines[-1][:240]
+    return text.strip().rpartition("\n")[2].strip()[:240]
 
 
 def counts(text):
@@ -362,14 +358,12 @@ class Options:
 
 def choose_folder(args):
     """The folder for the records. Raises ConfigError if nothing can be measured here."""
-    if args.dry_run:
-        return Path(args.out or ROOT / "out" / "gpu_dry").resolve()
-    if not torch.cuda.is_available():
-        raise ConfigError(f"PyTorch {torch.__version__} sees no GPU here; nothing was run and nothing written")
-    if args.out:
-        return Path(args.out).resolve()
-    device = re.sub(r"\W+", "_", torch.cuda.get_device_name().lower())
-    return ROOT / "results" / f"gpu_{device}"
+    usual = "out/gpu_dry"
+    if not args.dry_run:
+        if not torch.cuda.is_available():
+            raise ConfigError(f"PyTorch {torch.__version__} sees no GPU here; nothing was run and nothing written")
+        usual = "results/gpu_" + re.sub(r"\W+", "_", torch.cuda.get_device_name().lower())
+    return (args.out or ROOT / usual).resolve()
 
 
 def main(argv):

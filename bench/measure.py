@@ -82,14 +82,12 @@ def values_and_gradients(f, a, dtype=None):
     x = next(iter(a.values()))
     g = torch.Generator(x.device).manual_seed(1)
     args = leaves({name: v.to(dtype or v.dtype, copy=True) for name, v in a.items()})
-    results = {}
+    results = {name: v for name, v in zip(("y", "hT"), f(**args), strict=True) if v is not None}
     weights = []
-    for name, v in zip(("y", "hT"), f(**args), strict=True):
-        if v is not None:
-            weight = torch.randn(v.shape, generator=g, device=x.device)
-            weight = weight.to(x.dtype) if name == "y" else weight  # the same numbers in every dtype
-            results[name] = v
-            weights.append(weight.to(v.dtype))
+    for name, v in results.items():
+        weight = torch.randn(v.shape, generator=g, device=x.device)
+        weight = weight.to(x.dtype) if name == "y" else weight  # the same numbers in every dtype
+        weights.append(weight.to(v.dtype))
     gradients = torch.autograd.grad(list(results.values()), list(args.values()), weights)
     values = {name: v.detach() for name, v in results.items()}
     return values | {f"d{name}": g for name, g in zip(args, gradients, strict=True)}

@@ -171,7 +171,7 @@ def profiled(run):
 
 
 def inputs(run, shape, dtype=torch.bfloat16):
-    return {name: v.to(run.gpu.name) for name, v in measure.make_inputs(*shape, dtype).items()}
+    return measure.make_inputs(*shape, dtype, run.gpu.name)
 
 
 # ---------------------------------------------------------------------------------------------------------- time
@@ -271,8 +271,7 @@ def variants(run):
 
 # ----------------------------------------------------------------------------------------------------------------- main
 
-FUNCTIONS = (build, small, profiled, convolution, loss, timed, variants)
-FUNCTIONS = {f.__name__: f for f in FUNCTIONS}
+FUNCTIONS = {f.__name__: f for f in (build, small, profiled, convolution, loss, timed, variants)}
 
 
 @dataclass

@@ -51,16 +51,12 @@ class Shape(NamedTuple):
 
 # ----------------------------------------------------------------------------------------------------------- contenders
 
-def our_longhorn(shape, a, dy, device):
-    return a_pass(functools.partial(longhorn_scan, backend=device.name), a, dy)
+def our_longhorn(shape, a, dy, device, backend=""):
+    return a_pass(functools.partial(longhorn_scan, backend=backend or device.name), a, dy)
 
 
 def our_mamba(shape, a, dy, device):
     return a_pass(functools.partial(selective_scan, delta_softplus=True, backend=device.name), as_mamba(a), dy)
-
-
-def our_chunks(shape, a, dy, device):
-    return a_pass(functools.partial(longhorn_scan, backend="torch"), a, dy)
 
 
 def mamba_ssm(shape, a, dy, device):
@@ -126,7 +122,8 @@ def longhorn_mma(shape, a, dy, device):
 
 
 SCANS = {"longhorn_scan": our_longhorn, "selective_scan": our_mamba, "mamba_ssm": mamba_ssm}
-ON_CPU = {"longhorn_scan": our_longhorn, "selective_scan": our_mamba, "torch": our_chunks}
+ON_CPU = {"longhorn_scan": our_longhorn, "selective_scan": our_mamba,
+          "torch": functools.partial(our_longhorn, backend="torch")}
 ON_GPU = SCANS | {"longhorn_mma": longhorn_mma, "fla_chunk_gla": fla_chunk_gla, "attention": attention}
 
 
@@ -302,8 +299,7 @@ def time_shape(record, shape, contenders, device, rounds):
                 row[direction]["share_of_bandwidth"] = share
                 words[-1] += f" ({share:.0%})"
         print(f"  {row['contender']:16}{row.get('reason') or ', '.join(words)}", flush=True)
-    record["shapes"].append({"shape": {**shape._asdict(), "name": str(shape)}, "tokens": shape.B * shape.T,
-                             "dtype": record["dtype"], "rows": rows})
+    record["shapes"].append({"shape": {**shape._asdict(), "name": str(shape)}, "rows": rows})
 
 
 def in_short(record):
@@ -342,15 +338,13 @@ def chosen_shapes(args):
     state, then more tokens, more states, more width."""
     if args.device == "cpu":
         return [Shape(args.B or 8, args.T or 256, args.D or 512, args.N or 16)]
+    T = args.T or 1024
     if args.B or args.T or args.D or args.N:
-        T = args.T or 1024
         return [Shape(args.B or max(1, 65536 // T), T, args.D or 1536, args.N or 16)]
     if args.dry_run:
         return [Shape(8, 16, 128, 16), Shape(4, 64, 128, 16)]
-    found = []
-    for D, N, tokens, T in itertools.product((1536, 2048), (16, 64), (65536, 524288), (1024, 4096, 32768)):
-        found.append(Shape(tokens // T, T, D, N))
-    return found
+    every = itertools.product((1536, 2048), (16, 64), (65536, 524288), (1024, 4096, 32768))
+    return [Shape(tokens // T, T, D, N) for D, N, tokens, T in every]
 
 
 def main(argv):
@@ -364,7 +358,7 @@ def main(argv):
     device = measure.Gpu() if on_gpu else measure.Cpu()
     dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     record = measure.new_record(benchmark, dry_run=args.dry_run, device=device.describe(), shapes=[], left_out=[],
-                                dtype=dtype, with_D_z_dt_bias=True)
+                                dtype=dtype)
     print(f"{measure.headline(record, record['device']['name'])}\nkernels against the loop in float64:", flush=True)
     cases = AT_THE_PAPERS if on_gpu else cases_at(chosen_shapes(args)[0], dtype)
     record["correctness"], record["wrong"] = check(cases, device, args.budget_s / 3)
