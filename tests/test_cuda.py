@@ -183,13 +183,10 @@ def test_convolution(shim, monkeypatch, dtype, W, T, D):
     assert D == 5 or not conv_wrong(dtype, W, 2, T, D, reverse=True, run=in_half)
 
 
-def test_convolution_of_views_and_of_nothing(shim, monkeypatch):
+def test_convolution_of_nothing(shim, monkeypatch):
     use(monkeypatch, shim("conv", F32, 4, 1))
-    a = conv_inputs(2, 70, 10, 4)
-    view = torch.cat([a["x"], a["x"] * torch.nan], -1).chunk(2, -1)[0]
-    first, second = graded(causal_conv1d, a), graded(causal_conv1d, {**a, "x": view})
-    assert not view.is_contiguous() and all(torch.equal(first[n], second[n]) for n in first)
-    empty = graded(causal_conv1d, {**a, "x": a["x"][:, :0]})
+    a = conv_inputs(2, 0, 10, 4)
+    empty = graded(causal_conv1d, a)
     assert empty["y"].shape == (2, 0, 10) and not any(empty["d" + n].any() for n in a)
 
 

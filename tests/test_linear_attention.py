@@ -16,18 +16,15 @@ pytestmark = pytest.mark.usefixtures("poison", "one_thread")
 @pytest.mark.parametrize("begins", [(7,), (8,), (24,), (1, 2, 30)], ids=str)
 def test_wkv4_of_documents_whose_keys_are_far_apart(begins):
     """Each document's keys are a hundred below the previous ones: without a reset its own weights would underflow."""
-    k = torch.randn(1, 33, 3)
-    v = torch.randn(1, 33, 3)
-    decay = torch.rand(3) + 1e-3
-    bonus = torch.randn(3)
+    k, v = torch.randn(2, 1, 33, 3)
+    decay, bonus = torch.rand(2, 3) + 1e-3
     starts = torch.zeros(1, 33, dtype=torch.bool)
     starts[:, list(begins)] = True
     k = (k - 100 * starts.cumsum(1)[..., None]).requires_grad_()
     with ops.documents(starts):
         o = la.wkv4(k, v, decay, bonus)[0]
-    ends = [0, *begins, 33]
-    parts = [slice(*pair) for pair in zip(ends, ends[1:], strict=False)]
-    alone = torch.cat([la.wkv4_ref(k[:, part], v[:, part], decay, bonus)[0] for part in parts], 1)
+    parts = zip(k.tensor_split(begins, 1), v.tensor_split(begins, 1), strict=True)
+    alone = torch.cat([la.wkv4_ref(*part, decay, bonus)[0] for part in parts], 1)
     torch.testing.assert_close(o, alone, rtol=1e-4, atol=1e-4)
     got, wanted = (torch.autograd.grad(x.square().sum(), k)[0] for x in (o, alone))
     torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
