@@ -542,7 +542,8 @@ def test_shakespeare(tmp_path, monkeypatch):
     assert decoded == [text[:int(0.9 * len(text))], text[int(0.9 * len(text)):]]
     monkeypatch.setattr(shakespeare, "download", lambda: 1 / 0)
     (tmp_path / "input.txt").write_text(text)
-    assert prepare().sha256 == prepare(tmp_path / "input.txt", force=True).sha256 == tokens.sha256
+    own = prepare(tmp_path / "input.txt", force=True)
+    assert prepare().sha256 == own.sha256 == tokens.sha256 and own.meta["recipe"]["source"] == f"{tmp_path}/input.txt"
 
 
 def test_no_network_for_shakespeare():
@@ -649,10 +650,11 @@ def test_a_data_set_of_the_hub(small_units, tmp_path, prepare):
 
 
 def test_characters(small_units, tmp_path, prepare):
-    source = write_jsonl(tmp_path / "a.jsonl", ["über", "abc", None, "cab"])
+    source = write_jsonl(tmp_path / "a.jsonl", ["über", "abc", None, "cab" * 150])
     tokens = prepare(files=[source], tokenizer="chars", shuffle=2357)
     assert tokens.meta["table"] == "\0abcerü" and tokens.vocab_size == 7
-    assert [*tokens.train[:], *tokens.val[:]].count(0) == 3
+    ids = [*tokens.train[:], *tokens.val[:]]
+    assert len(ids) == 4 + 3 + 450 + 3 and ids.count(0) == 3
     assert (Text("char", "a\n\0").eot_token, Text("char", "ab\n").eot_token) == (2, 2)  # the zero before the line feed
 
 
