@@ -650,8 +650,9 @@ def test_a_data_set_of_the_hub(small_units, tmp_path, prepare):
 
 
 def test_characters(small_units, tmp_path, prepare):
-    source = write_jsonl(tmp_path / "a.jsonl", ["über", "abc", None, "cab" * 150])
-    tokens = prepare(files=[source], tokenizer="chars", shuffle=2357)
+    write_files(tmp_path, {"b.txt": "cab" * 150})  # in two pieces
+    source = [write_jsonl(tmp_path / "a.jsonl", ["über", "abc", None]), tmp_path / "b.txt"]
+    tokens = prepare(files=source, tokenizer="chars", shuffle=2357)
     assert tokens.meta["table"] == "\0abcerü" and tokens.vocab_size == 7
     ids = [*tokens.train[:], *tokens.val[:]]
     assert len(ids) == 4 + 3 + 450 + 3 and ids.count(0) == 3
