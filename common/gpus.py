@@ -4,30 +4,26 @@ import re
 
 # Dense bf16 peak in FLOP/s and memory in bytes, from data sheets.
 # The first match at the end of a word wins, so H100 PCIe comes before H100.
-TABLE = """
-GH200 480GB   989e12   96e9
-GH200         989e12   96e9
-H200          989e12  141e9
-H100 PCIe     756e12   80e9
-H100 NVL      835e12   94e9
-H100          989e12   80e9
-H20           148e12   96e9
-A100          312e12   80e9
-A10G           70e12   24e9
-A10           125e12   24e9
-A6000         155e12   48e9
-L4            121e12   24e9
-L40S          362e12   48e9
-B200         2250e12  180e9
-B300         2250e12  288e9
-RTX 5090      209e12   32e9
-RTX 4090      165e12   24e9
-RTX 3090       71e12   24e9
-"""  # the GH200's is beside 480 GB of its CPU
-GPUS = {}
-for line in TABLE.strip().splitlines():
-    name, peak, size = line.rsplit(maxsplit=2)
-    GPUS[name] = float(peak), float(size)
+GPUS = {
+    "GH200 480GB": (989e12, 96e9),  # beside 480 GB of its CPU
+    "GH200": (989e12, 96e9),
+    "H200": (989e12, 141e9),
+    "H100 PCIe": (756e12, 80e9),
+    "H100 NVL": (835e12, 94e9),
+    "H100": (989e12, 80e9),
+    "H20": (148e12, 96e9),
+    "A100": (312e12, 80e9),
+    "A10G": (70e12, 24e9),
+    "A10": (125e12, 24e9),
+    "A6000": (155e12, 48e9),
+    "L4": (121e12, 24e9),
+    "L40S": (362e12, 48e9),
+    "B200": (2250e12, 180e9),
+    "B300": (2250e12, 288e9),
+    "RTX 5090": (209e12, 32e9),
+    "RTX 4090": (165e12, 24e9),
+    "RTX 3090": (71e12, 24e9),
+}
 
 
 def found(device_name):

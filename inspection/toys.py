@@ -114,8 +114,7 @@ def repeated(model):
     p = next(model.parameters())
     seed_device(p, 1)
     random = random_state(p)
-    buffers = [(m, *named, named[1].clone()) for m in model.modules()
-                                        for named in m.named_buffers(recurse=False)]
+    buffers = [(m, *named, named[1].clone()) for m in model.modules() for named in m.named_buffers(recurse=False)]
     yield changed
     if not torch.equal(random, random_state(p)):
         changed.append("random state")
