@@ -765,8 +765,8 @@ ENCODINGS = """
 \xc3\xbcber            latin-1  über
 caf\xe9 au lait        latin-1  café au lait
 zero\0                utf-8    zero\ufffd
-z\0e\0r\0o\0          latin-1  byte 1 is a zero: give --encoding: utf-16-le
-z\0e\0r\0o\0          none     byte 1 is a zero: give --encoding: utf-16-le
+z\0e\0r\0o\0          latin-1  byte 1 is a zero: give another --encoding
+z\0e\0r\0o\0          none     byte 1 is a zero: give another --encoding
 deux caf\xe9s          none     a.txt cannot be read (byte 8 is not utf-8: give another --encoding
 \xef\xbb\xbfcaf\xc3     none     byte 6 is not utf-8: its byte order mark says
 a                     klingon  --encoding=klingon is unknown

@@ -347,8 +347,8 @@ def decoded(stream, encoding):
                 remedy = "its byte order mark says that it is, so save it again"
             raise ValueError(f"byte {byte:,} is not {name}: {remedy}") from None
         if "\0" in text and not zeros_are_text:
-            raise ValueError(f"byte {place + chunk.find(0):,} is a zero: give --encoding: utf-16-le, or utf-8 if it is "
-                             "text")
+            raise ValueError(f"byte {place + chunk.find(0):,} is a zero: give another --encoding, such as utf-16-le, "
+                             "or utf-8 if it is text")
         yield text.replace(*ZERO)
         place += len(chunk)
 
