@@ -159,8 +159,9 @@ def snapshot(version, code, sizes):
 
 
 def holds(folder, files):
-    """True if a folder has these files, {path: hash}."""
-    there = [name for name in files if (folder / name).is_file()]
+    """True if a folder has these files, {path: hash}, and no other code: families/ loads what it finds."""
+    there = {name for name in files if (folder / name).is_file()}
+    there |= {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
     return files == {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in there}
 
 

@@ -379,16 +379,18 @@ def test_what_training_does_not_load_is_no_edit_and_what_links_lead_to_is(repo, 
         assert run(*argv)[0] == 2 and not [*code.glob("tmp-*")]
     change(repo, SHIFT=0.5)
     found = []
-    for again in ("more", "and more"):
+    for again in ("more", "and more", "no more"):
         ended, _, result = run("--pairs=2")
         found.append(result["code"])
         assert ended == 4 and result["changed"] == ["model.py"]
         (repo / "edit.log").write_text(again)
         copy = code / result["code"]["edit"]
         assert not [path for path in copy.rglob("*") if path.is_symlink() or path.suffix not in ("", ".py", ".pyc")]
-        assert "SHIFT = 0.5" in (copy / "model.py").read_text()
-        (copy / "model.py").write_text(written(SEED="b"))  # what a snapshot is called it need not be
-    assert found[0] == found[1]
+        assert "SHIFT = 0.5" in (copy / "model.py").read_text() and not (copy / "late.py").exists()
+        (copy / "late.py").write_text("")  # what a snapshot is called it need not be
+        if again == "more":
+            (copy / "model.py").write_text(written(SEED="b"))
+    assert found[0] == found[1] == found[2]
     outside.write_text("x = 1")
     assert run("--pairs=1")[2]["code"]["head"] != found[0]["head"]
 
