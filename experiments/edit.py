@@ -54,7 +54,8 @@ from experiments import compare, pages, records, sweep  # noqa: E402
 from experiments.figures import Curve, Panel  # noqa: E402
 from experiments.sweeps import runner  # noqa: E402
 from experiments.sweeps.experiment import Experiment, Where  # noqa: E402
-from runtime.records import BadRecord, cpu_model, fields, is_finished, read_json, read_log, write_json  # noqa: E402
+from runtime.loss_curve import points  # noqa: E402
+from runtime.records import BadRecord, cpu_model, fields, is_finished, read_json, write_json  # noqa: E402
 
 CODES = {"better": 0, "same": 3, "undecided": 4, "worse": 1, "refused": 2}  # the best verdict first
 SIZES = {size: list(s.argv) for size, s in sweep.PRESETS["duel"].sizes.items()} | {"config": []}
@@ -652,8 +653,8 @@ def training(edit, size):
     runs = {}
     for side in (head, edit):
         for seed in range(1, edit.decision.pairs + 1):
-            log = read_log(side.folder / side.cell(seed).name, "train")
-            runs[side.name, seed] = pandas.Series({row["tokens"]: row["train_loss"] for row in log}, dtype=float)
+            tokens, losses = points(side.folder / side.cell(seed).name, "train", "train_loss").T
+            runs[side.name, seed] = pandas.Series(losses, tokens)
     losses = pandas.DataFrame(runs)
     losses = losses.rolling(max(1, len(losses) // 16)).mean()  # a line of the log has one step's loss
     change = losses[edit.name] - losses[head.name]

@@ -36,9 +36,9 @@ def draw_loss(folder):
 
 
 def points(folder, event, key):
-    """(n, 2) float: tokens and the number of each event that has one."""
-    pairs = [(line["tokens"], line[key]) for line in read_log(folder, event) if line.get(key) is not None]
-    return np.array(pairs, float).reshape(-1, 2)
+    """(n, 2) float: tokens and the number of each event that has both."""
+    pairs = np.array([(line.get("tokens"), line.get(key)) for line in read_log(folder, event)], float).reshape(-1, 2)
+    return pairs[~np.isnan(pairs).any(1)]
 
 
 def save_figure(figure, path, **how):

@@ -213,7 +213,7 @@ def eval_event(step, loss):
 def test_a_curve_is_drawn_of_whatever_there_is_in_a_folder_of_any_name(tmp_path):
     picture = tmp_path / r"a$\frac$b" / "loss.png"
     picture.parent.mkdir()
-    nothing = train_event(1, None)
+    nothing = {**train_event(1, 2.0), "tokens": None}
     long = [train_event(step, None if step % 3 else 9 / step) for step in range(1, 160)]
     for is_drawn, *events in (False, nothing), (True, nothing, eval_event(1, 2.0)), (True, *long, eval_event(60, 2.0)):
         picture.unlink(missing_ok=True)
