@@ -140,14 +140,15 @@ def take_todays_judge(tree):
 
 def snapshot(version, code, sizes):
     """Copy the files of a version's tree that training at these sizes loads to code/<their hash>, replacing links by
-    what they lead to. An earlier copy that was changed since is made again. Raises ConfigError if the version does not
-    start, or the tree is edited meanwhile."""
+    what they lead to. An earlier copy that was changed or added to is made again. Raises ConfigError if the version
+    does not start, or the tree is edited meanwhile."""
     for size, argv in sizes.items():
         probe = ask(PROBE, version.name, version.tree, *argv, REPO / "data")  # where the vocabulary is
         version.probes[size] = probe
         version.files |= probe["files"]
     version.root = code / short_hash(sorted(version.files.items()))
-    if holds(version.root, version.files):
+    code_there = {path.relative_to(version.root).as_posix() for path in version.root.rglob("*.py")}
+    if holds(version.root, version.files) and code_there <= version.files.keys():  # families/ loads what it finds
         return
     copy = Path(tempfile.mkdtemp(dir=code, prefix="tmp-"))
     for name in version.files:
@@ -160,9 +161,8 @@ def snapshot(version, code, sizes):
 
 
 def holds(folder, files):
-    """True if a folder has these files, {path: hash}, and no other code: families/ loads what it finds."""
-    there = {name for name in files if (folder / name).is_file()}
-    there |= {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
+    """True if a folder has these files, {path: hash}."""
+    there = [name for name in files if (folder / name).is_file()]
     return files == {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in there}
 
 

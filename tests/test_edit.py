@@ -395,6 +395,15 @@ def test_what_training_does_not_load_is_no_edit_and_what_links_lead_to_is(repo, 
     assert run("--pairs=1")[2]["code"]["head"] != found[0]["head"]
 
 
+def test_the_page_says_if_the_tree_has_changed_since(repo, run, monkeypatch):
+    write(repo, {"tests/a.py": ""})  # is not trained
+    change(repo, SHIFT=0.5)
+    assert "it has changed since" not in run("--pairs=2")[1]
+    real = edit.compare_versions
+    monkeypatch.setattr(edit, "compare_versions", lambda *args: (change(repo, SHIFT=1), real(*args)))
+    assert "it has changed since" in run("--pairs=2")[1]
+
+
 def test_an_edit_of_the_judge_is_refused_unless_all_versions_take_it(repo, run):
     write(repo, dict.fromkeys(["data/loader.py", "evaluation/more.py"], "x = 1"))
     change(repo, SHIFT=0.5)
