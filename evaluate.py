@@ -111,7 +111,8 @@ def main(argv):
 
 def write(path, record):
     """Write the record, keeping earlier results on other tasks if they have the same checkpoint, settings and code."""
-    same = "step tokens checkpoint limit max_length dtype tokenizer tokenizer_sha256 harness".split()
+    same = ("step", "tokens", "checkpoint", "limit", "max_length", "dtype", "tokenizer", "tokenizer_sha256",
+            "harness")
     try:
         old = json.loads(path.read_text())
         changed = changed_files(old["environment"]["code_files"], record["environment"]["code_files"])

@@ -88,16 +88,13 @@ CHECK_TOKENS = 4096  # random tokens to compare on; at most block_size
 COMMITTED = {"llama": "2baaff8f3c10", "mamba": "4ccd4cab09f6"}
 HASHED = ("model", "mixers", "families", "kernels.ops", "kernels.scan")
 
-
-def pairs(text):
-    """{our setting: theirs}"""
-    return dict(pair.split("=") for pair in text.split())
-
-
-COMMON = pairs("n_layer=num_hidden_layers n_embd=hidden_size vocab_size=vocab_size tie_head=tie_word_embeddings")
-SIZES = {"llama": COMMON | pairs("n_head=num_attention_heads block_size=max_position_embeddings norm_eps=rms_norm_eps"),
-         "mamba": COMMON | pairs("dt_rank=time_step_rank d_state=state_size d_conv=conv_kernel expand=expand "
-                                 "block_size=block_size norm_eps=layer_norm_epsilon")}
+# our setting: theirs
+COMMON = {"n_layer": "num_hidden_layers", "n_embd": "hidden_size", "vocab_size": "vocab_size",
+          "tie_head": "tie_word_embeddings"}
+SIZES = {"llama": {**COMMON, "n_head": "num_attention_heads", "block_size": "max_position_embeddings",
+                   "norm_eps": "rms_norm_eps"},
+         "mamba": {**COMMON, "dt_rank": "time_step_rank", "d_state": "state_size", "d_conv": "conv_kernel",
+                   "expand": "expand", "block_size": "block_size", "norm_eps": "layer_norm_epsilon"}}
 
 # our name, then its names in transformers: three for the thirds of a matrix. A LLaMA layer i is one of ours, a Mamba
 # layer j is branch b of our layer i

@@ -34,7 +34,8 @@ from runtime.distributed import named_device
 from runtime.records import BadRecord, changed_files, code_identity, fields, read_json
 
 # Changes in these do not change what a trained model computes.
-MACHINERY = "train.py optim.py configurator.py initialisation.py common/ inspection/ runtime/ evaluation/".split()
+MACHINERY = ("train.py", "optim.py", "configurator.py", "initialisation.py", "common/", "inspection/", "runtime/",
+             "evaluation/")
 
 
 @dataclass
@@ -99,7 +100,7 @@ def code_since(folder, versions=None):
             return (f"{folder}/config.json belongs to another run: it names code {ran_in['code']}, the checkpoint "
                     f"{', then '.join(versions)}; so this may be another model")
         changed = changed_files(ran_in["code_files"], code_identity()["code_files"])
-        changed = [path for path in changed if not path.startswith((*MACHINERY,))]
+        changed = [path for path in changed if not path.startswith(MACHINERY)]
         back = "its commit is not recorded"
         if ran_in["commit"]:
             back = f"go back with git checkout {shlex.quote(str(ran_in['commit']))}"

@@ -36,9 +36,9 @@ from runtime.records import MOVING
 VERSION = 1
 NEWEST = "checkpoint.safetensors"
 BEST = "best.safetensors"
-NAMES = ("float64=F64 float32=F32 float16=F16 bfloat16=BF16 bool=BOOL int64=I64 int32=I32 int16=I16 int8=I8 uint8=U8 "
-         "uint16=U16 uint32=U32 uint64=U64")  # of dtypes, in PyTorch and in the file
-DTYPES = {getattr(torch, ours): theirs for ours, theirs in (pair.split("=") for pair in NAMES.split())}
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+          torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+          torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64"}
 CRC = '"crc32":"%08x"'
 IMPORT = "python export.py --from_hf={0} --out_dir=RUN"
 DOWNLOAD = ("a model on the hub is downloaded first, and imported: hf download {0} --local-dir=FOLDER, then "

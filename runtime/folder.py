@@ -27,17 +27,21 @@ from runtime import checkpoint, distributed, records
 from runtime.distributed import resume_command
 
 OF_THE_SCHEDULE = {"max_iters", "decay_iters"}  # may change if the learning rates of the steps already done do not
-# Settings that may change on resume, because they change a loss only by rounding; workers are of image runs, branch is
-# used only without a checkpoint, dataset is compared by the hash of its content instead. Everything else is refused.
-MAY_CHANGE_ON_RESUME = OF_THE_SCHEDULE | {*"""
-    out_dir resume branch dataset micro_batch_size workers device backend compile graphs parallel recompute
-    loss_from_logits self_check timeout_minutes max_bad_steps eval_interval eval_tokens final_eval_tokens
-    eval_block_size log_interval checkpoint_interval keep_checkpoints keep_steps wandb wandb_project wandb_run_name
-""".split()}
+# Settings that may change on resume, because they change a loss only by rounding. Everything else is refused.
+MAY_CHANGE_ON_RESUME = {
+    "out_dir", "resume", "micro_batch_size", "eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size",
+    "log_interval", "checkpoint_interval", "keep_checkpoints", "keep_steps",
+    "wandb", "wandb_project", "wandb_run_name", "device", "compile", "graphs", "parallel", "recompute", "max_bad_steps",
+    "backend", "loss_from_logits", "self_check", "timeout_minutes",
+    "workers",  # of image runs
+    "branch",  # used only without a checkpoint
+    "dataset",  # compared by the hash of its content instead
+    *OF_THE_SCHEDULE,
+}
 OF_A_NODE = {"out_dir", "dataset", "device", "micro_batch_size", "workers"}  # may differ from rank to rank
 COMPARED_OVER = ("eval_tokens", "eval_block_size")  # a loss over different tokens cannot be compared with the best
 LOCK_SECONDS = 300  # the longest wait for the process whose run we resume: it may still be saving
-SAVED = "seconds skipped bad best_val_loss ended code_versions wandb_id".split()
+SAVED = ("seconds", "skipped", "bad", "best_val_loss", "ended", "code_versions", "wandb_id")
 
 
 @dataclass

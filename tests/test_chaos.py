@@ -323,7 +323,9 @@ def test_what_slurm_starts_and_queues_again(tmp_path, code, again):
     for result, requeued in ((None, again), ('{\n "steps": ', again), ("", False)):  # none; as a kill leaves it; whole
         if result is not None:
             out.mkdir(exist_ok=True)
-            (out / "result.json").write_text(result) if result else write_json(out / "result.json", {"steps": 1})
+            (out / "result.json").write_text(result)
+        if result == "":
+            write_json(out / "result.json", {"steps": 1})
         assert subprocess.run(script, env=env).returncode == (0 if requeued else code)
         assert told.read_text().splitlines() == started + ["requeue 7"] * requeued
         told.unlink()
