@@ -269,10 +269,10 @@ def sentence_of_compute(found, families, other):
     b = families[other]
     largest = f"{name_of(other)} {b.sizes[-1]} after {human(b.D[-1, -1])} tokens"
     *_, last = (middle for key, (_, middle, _) in found.items() if key.startswith(f"{other} frontier "))
-    off = math.exp(b.log_L[:, -1, -1].mean() - last) - 1  # a law cannot follow every curve
+    off = math.exp(b.log_L[:, -1, -1].mean() - last) - 1  # below 0: the law does not follow it
     return (f"On the frontier {name_of(first)} needs {in_words(found[f'{other} compute'], of=np.exp2)} times "
             f"{name_of(other)}'s FLOPs for the loss of {largest}; {trend(found[f'{other} per C'], 'the compute')}. "
-            f"That run's own loss is {off:+.1%} off the frontier.")
+            f"That run's own loss is {abs(off):.1%} {'below' if off < 0 else 'above'} the frontier.")
 
 
 def sentence_of_constants(found, model):
