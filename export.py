@@ -319,7 +319,7 @@ def export_run(config):
 
 
 def written(config, lm, meta, kind):
-    """Write and verify the folder, and say so. kind: see to_hf. Raises Unlike, before the folder exists."""
+    """Write and verify the folder, and say so. kind: see to_hf. Raises Unlike before the folder is created."""
     dtype = getattr(torch, config.dtype)
     with_code = kind not in ARCHITECTURES
     files, end_of_text, padding = tokenizer_files(meta, config.vocab, with_code)
@@ -487,8 +487,8 @@ def mlp_multiple(hidden, d):
 
 
 def reasons_against(there, sizes, tensors, kind):
-    """What transformers' model has that ours cannot express, in words: fields for which an export of ours has another
-    value, and tensors that only one of the two has. there: their config; tensors: their {name: tensor}."""
+    """What transformers' model has that ours cannot express, in words. These are fields for which our export has
+    another value, and tensors found in only one of the two. there: their config; tensors: their {name: tensor}."""
     reasons = []
     for key, ours in theirs_config(skeleton(sizes), kind).items():
         value = getattr(there, key, None)
@@ -615,7 +615,7 @@ def quiet_transformers():
 
 def in_transformers(folder, kind):
     """transformers' model in a folder, in float32: with its own class or, for our format, the code in the folder.
-    Raises Unlike if it cannot be loaded, or only in part."""
+    Raises Unlike if it cannot be loaded completely."""
     transformers = quiet_transformers()
     try:
         loader = transformers.AutoModelForCausalLM

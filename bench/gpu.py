@@ -9,7 +9,7 @@
     make gpu ARGS=--dry-run              # the same stages and files with tiny sizes on a CPU; measures nothing
     python bench/gpu.py --check FOLDER   # can these records be sent in?
 
-A stage is a process with a time limit. If something that it needs is missing, the stage is skipped and says what. If
+A stage is a process with a time limit. A stage whose requirements are missing is skipped, and says what is missing. If
 the kernels do not build, or one of their tests fails, all later stages are left out, because they would time wrong
 kernels. No other failure stops anything, nor do tests that run out of time if none has failed. In results/gpu_<device>/
 each stage leaves <stage>.json, with its machine, date, commit, clock and how it ended, and <stage>.log, with all
@@ -211,7 +211,7 @@ def run_stage(stage, out, limit_s, dry_run=False):
 
 
 def verdict(stage, limit_s, exit_status, text):
-    """(status, reason) of a stage that has ended."""
+    """(status, reason) of a finished stage."""
     if exit_status is None:
         return "over time", f"killed at its limit of {limit_s:.0f} s; its results up to then are kept"
     if exit_status < 0:
@@ -251,8 +251,8 @@ def limit_of(left_s, stage, later):
 
 
 def is_wrong(record):
-    """Whether no stage may follow this build or these tests. Tests that ran out of time do not count as wrong if some
-    had passed and none had failed."""
+    """Whether the remaining stages must be skipped after this build or these tests. Tests that ran out of time do
+    not count as wrong if some had passed and none had failed."""
     status = record["stage"]["status"]
     if status == "over time" and "passed" in record:
         return record["failed"] > 0 or record["passed"] == 0

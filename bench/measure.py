@@ -347,7 +347,7 @@ def said(output):
 
 class Worker:
     """A process that holds the object make(spec), whose methods return dicts, and the object's row of the record, which
-    begins with `row` and about(). A 'reason' in the row says what failed and ended the process. The process also ends
+    begins with `row` and about(). A 'reason' in the row says which failure ended the process. The process also ends
     with this Worker.
     """
 

@@ -218,7 +218,7 @@ def loss(run):
     of forward and backward."""
     n, D, V = (64, 16, 128) if run.dry_run else (32768, 768, VOCABULARIES[0])
     if not run.dry_run and ops.loss_module(torch.bfloat16, V, torch.device(run.gpu.name, 0)) is None:
-        raise ConfigError("the loss: its kernel was not built, see above")
+        raise ConfigError("the loss kernel was not built: see above")
     a = {"x": run.random(n, D).bfloat16(), "weight": run.random(V, D).bfloat16() / 32}
     targets = torch.randint(V, (n,), device=run.gpu.name)
 

@@ -334,7 +334,7 @@ class Options:
 
 
 def chosen_shapes(args):
-    """The shape from the options, or else all that are timed on a GPU, the most important first: the paper's width and
+    """The shape from the options, or else all shapes timed on a GPU, the most important first: the paper's width and
     state, then more tokens, more states, more width."""
     if args.device == "cpu":
         return [Shape(args.B or 8, args.T or 256, args.D or 512, args.N or 16)]

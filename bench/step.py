@@ -7,8 +7,8 @@
     python bench/step.py --families=longhorn --kernels                  # where a step's time goes
     python bench/step.py --device=cuda --size=120M --compile --graphs   # also replayed as CUDA graphs
 
-A step is that of train.py: forward, backward, clipping, AdamW. The peers are transformers' LLaMA and Mamba with the
-same shape and optimizer (pip install transformers).
+The step is the one in train.py: forward, backward, clipping, AdamW. The peers are transformers' LLaMA and Mamba with
+the same shape and optimizer (pip install transformers).
 
 Each model runs in its own process, so its memory is counted separately; models take turns, round after round. The batch
 is the same in every step, with tokens distributed as unevenly as words, so that a working model must learn: a model
@@ -314,7 +314,7 @@ class Shared:
 
     families: tuple[Literal[("all", *FAMILIES)], ...] = ("all",)
     device: Literal["cpu", "cuda"] = "cpu"
-    dtype: Literal["float32", "bfloat16"] = None  # of matrix products (float32; cuda: bfloat16)
+    dtype: Literal["float32", "bfloat16"] = None  # dtype of matrix products (float32; cuda: bfloat16)
     # --- shape
     size: Literal[tuple(SIZES)] = ""  # one of the paper's sizes, instead of this shape:
     n_layer: Count = None  # (4; with --size=120M: 12)

@@ -267,8 +267,8 @@ def powers(x, degree):
 class Curve:
     """A family's loss at its budgets relative to the main one, from seeds that were run at both.
 
-    main: tokens; families: those of the size; the SD of the change from the main budget is pooled over them. x:
-    log(tokens / main), ascending; y: loss minus the loss at the main budget, with se and degrees of freedom df. A
+    main: its tokens. families: all of this size; the SD of the change from the main budget is pooled over them.
+    x: log(tokens / main), ascending; y: loss minus the loss at the main budget, with se and degrees of freedom df. A
     budget whose noise is not known (one seed, nothing pooled) is left out. known: the loss clearly falls with the
     budget, by two standard errors.
     """

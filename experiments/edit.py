@@ -282,7 +282,7 @@ class Side:
         return self.column("val_loss", n) - heads, (shorter - heads[:k]).T
 
     def notes(self):
-        """Lines on what differs by more than 1% besides the loss, and whether the pairs share their draws."""
+        """Report lines: what besides the loss differs by more than 1%, and whether the pairs share their draws."""
         ours, heads = self.probe, self.head.probe
         lines = []
         for key in ("parameters", "FLOPs per token", "state", "learning_rate"):
@@ -407,8 +407,8 @@ def in_times(interval):
 
 
 def data_path(dataset):
-    """The dataset's folders by their absolute paths: snapshots have no data. Raises ConfigError for what is not
-    prepared, before the first run."""
+    """The dataset's folders by their absolute paths: snapshots have no data. Raises ConfigError before the first run
+    if something is not prepared."""
     parts = [f"{Tokens(find_dataset(name)).folder.resolve()}:{share}" for name, share in parse_mixture(dataset)]
     return ",".join(parts).removesuffix(":1")
 

@@ -2,9 +2,9 @@
 
     python experiments/edit_simulation.py results/edit_simulation.json      half an hour on one core
 
-Each cell has 20,000 simulated edits. A run's loss is the law of its budget plus noise; the two runs of a pair share a
-part of the noise (by default such that the pair's difference has the SD of the cell), and HEAD's shorter runs share the
-noise of their trunk.
+Each cell has 20,000 simulated edits. A run's loss is the law of its budget plus noise. The two runs of a pair share
+part of the noise; by default the pair's difference has the SD of the cell. HEAD's shorter runs share the noise of
+their trunk.
 """
 
 import sys

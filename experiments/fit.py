@@ -265,8 +265,8 @@ def frontier(fitted, family, levels):
 
 
 def compute_ratio(a, b, fitted_a, fitted_b):
-    """log2 of the ratio of FLOPs, a's over b's, for the loss of b's largest run, both on their frontier; and its slope
-    per doubling of b's FLOPs, from there down to the loss of b's second size at the middle budget."""
+    """log2 of the ratio of FLOPs, a's over b's, for the loss of b's largest run, both on their frontier. Also its
+    slope per doubling of b's FLOPs, from there down to the loss of b's second size at the middle budget."""
     high = law(b.N[1], b.D[1, b.D.shape[1] // 2], *fitted_b[:7])
     low = law(b.N[-1], b.D[-1, -1], *fitted_b[:7])
     levels = np.geomspace(low, high, 9)

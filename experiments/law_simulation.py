@@ -111,7 +111,7 @@ def main(argv):
     rows = []
     for i in range(args.sweeps):
         rows += simulate(i, args.draws)
-        if i % 30 == 29 or i + 1 == args.sweeps:  # saved on the way: it may be stopped
+        if i % 30 == 29 or i + 1 == args.sweeps:  # save as we go: the program may be stopped
             save(rows, args, i + 1)
     print(coverage(args.record))
 

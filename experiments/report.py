@@ -428,7 +428,7 @@ def write(source, out=None, accept_code=(), save_it=False, style=None):
     """Write the report on a sweep's folder or saved file and print its sentences. Returns {name: path}.
 
     Args:
-        out: output folder (default: the sweep's folder, or one beside the file, with its name).
+        out: output folder (default: the sweep's folder, or a folder beside the file, with the same name).
         save_it: write the records to results/<name>.json first, and the report of these to results/<name>/.
         accept_code, style: see pages.report.
     """

@@ -484,8 +484,8 @@ def whole_path(setting):
 
 
 def check_data(cells, dry_run=False):
-    """Open the data, so that what is wrong with it is reported now, in one line, and not by every run; say how often a
-    run reads it, if that is more than four times. dry_run: it need not be prepared."""
+    """Open the data, so that a fault in it is reported once, now. If a run reads it more than four times, say how
+    many times. dry_run: it need not be prepared."""
     from data.mixture import parse_mixture
     from data.prepared import Tokens, find_dataset
 
@@ -675,8 +675,8 @@ class Sweep(Experiment):
         for c in cells:
             print(machine.torchrun(nproc), shlex.join(c.command(self.folder)[1:]))
         if self.args.gpus > nproc and len(cells) > 1:
-            print("side by side, each run needs GPUs of its own by CUDA_VISIBLE_DEVICES: there, this command without "
-                  "--dry-run, --gpu and --gpus gives them")
+            print("side by side, each run needs its own GPUs (CUDA_VISIBLE_DEVICES): on that machine, this command "
+                  "without --dry-run, --gpu and --gpus assigns them")
 
     def chosen(self):
         """The preset as the command line changes it. Raises ConfigError."""

@@ -1,8 +1,7 @@
 """All families: those of model.py and mixers.py, and those of the files in this folder, where yours go too.
 
-A file holds mixers and adds a row to FAMILIES. Every program imports this folder, and with it each of its files; if one
-cannot be imported, changes a row that is there already, or adds an empty one, the program ends with a line that names
-it.
+A file holds mixers and adds a row to FAMILIES. Every program imports this folder with all its files. A file that
+cannot be imported, changes an existing row, or adds an empty one ends the program with a line that names the file.
 """
 
 import copy

@@ -179,7 +179,7 @@ def squares_of_scans(model, x, y):
 
 
 def output(out):
-    """What a module returns besides its state."""
+    """What a module returns in addition to its state."""
     return out[0] if isinstance(out, tuple) else out
 
 

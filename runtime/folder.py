@@ -348,7 +348,7 @@ class Folder:
                 "data": self.data.identity, "file_times": getattr(self.data, "file_times", None),
                 "tokenizer": self.data.meta.get("tokenizer"), "table": self.data.meta.get("table"),
                 "log_crc32": self.log.crc32}
-        self.log.sync()  # no checkpoint may be on disk before the log that leads to it
+        self.log.sync()  # the log must be on disk before its checkpoint is
         try:
             self.manager.save(tensors, meta, val_loss, values)
             self.saved_step = done

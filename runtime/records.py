@@ -214,7 +214,7 @@ class Log:
         while self.unwritten:
             end = os.fstat(self.file.fileno()).st_size
             try:
-                if self.file.write(self.unwritten[0]) < len(self.unwritten[0]):  # the disk had room for a part only
+                if self.file.write(self.unwritten[0]) < len(self.unwritten[0]):  # the disk had room for only part of it
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
                 os.ftruncate(self.file.fileno(), end)

@@ -161,7 +161,7 @@ class Telemetry:
             self.draw()
 
     def write(self, event, step, **values):
-        """Append a line to log.jsonl. If the disk refuses it, the run goes on and retries with the next line."""
+        """Append a line to log.jsonl. If the write fails, the run continues and retries with the next line."""
         if not self.is_main:
             return
         behind = len(self.log_file.unwritten)

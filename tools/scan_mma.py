@@ -11,7 +11,7 @@ g the largest e of a step over all channels, w = e / g and u = g k^2, both betwe
 
 is exact: the brackets are multiplied out, one term for each set of steps, and a term is a number of the channel times a
 number of the state. Four steps have 16 sets, the inner dimension of one instruction of a tensor core. No term is
-negative, so operands may be rounded to TF32. (1 - e k^2 as it stands gives terms of both signs: where a slot is
+negative, so operands may be rounded to TF32. (Plain 1 - e k^2 gives terms of both signs: where a slot is
 overwritten at each step they cancel, and in TF32 lose ten times as much.) The state is multiplied by 1 minus what is
 lost: the sum over steps t of w_t u_t times the product before t. So a memory that hardly fades does so at the right
 rate. g is free: the result does not depend on it.

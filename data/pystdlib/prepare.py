@@ -67,9 +67,9 @@ class Document(NamedTuple):
 def collect(stdlib, text_only):
     """Read the corpus: text files, each content only once.
 
-    Returns: {path below the library, with slashes: content, with SEPARATOR at its end}, sorted by path, and the number
-    of files skipped: unreadable, empty or binary ones, duplicates, links out of the library and, with text_only, files
-    that are not UTF-8.
+    Returns: {path below the library, with slashes: content, with SEPARATOR at its end}, sorted by path, and the
+    number of files skipped. Skipped are unreadable, empty or binary files, duplicates, links out of the library and,
+    with text_only, files that are not UTF-8.
     """
     paths = []
     for folder, subfolders, names in os.walk(stdlib):

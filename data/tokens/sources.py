@@ -1,8 +1,9 @@
 """Where documents come from: local files, folders of them, and data sets of Hugging Face.
 
-The ending of a file says what it is, in upper or lower case: .parquet; .jsonl, .ndjson and .json with an object in each
-line; .txt and --endings with text. .gz, .zst and .bz2 are unpacked. Folders are read recursively, following links, each
-file once. Hidden files (.git, __MACOSX), empty ones and those with other endings are left out, and counted.
+A file's ending, in upper or lower case, says what it is: .parquet; .jsonl, .ndjson and .json with an object in each
+line; .txt and --endings with text. Files ending in .gz, .zst and .bz2 are unpacked. Folders are read recursively,
+following links, each file once. Hidden files (.git, __MACOSX), empty ones and those with other endings are left
+out, and counted.
 
 A byte order mark decides how a file is decoded; else it is UTF-8, or what --encoding says. A text is one document, or
 several with a --separator between them, and is read in pieces, cut where tokenizers cut too.

@@ -253,7 +253,7 @@ NO_DROPOUT = {"mamba", "longhorn", "longhorn_exact"}  # the benchmark's Mamba bl
 
 
 class DroppingLayer(Layer):
-    """A layer that in training drops a tenth of its input."""
+    """A layer that drops a tenth of its input during training."""
 
     def forward(self, h, *given):
         return super().forward(F.dropout(h, 0.1, self.training), *given)

@@ -146,7 +146,7 @@ def seconds_of(cells, at_once, one_by_one):
 
 def say_plan(cells, configs, gpu, count, nproc, one_by_one=False):
     """Print the plan of cells with these configs on `count` GPUs named `gpu`, nproc of them per run; one_by_one: family
-    by family. Raises ConfigError for an unknown name, and for GPUs that are no whole nodes."""
+    by family. Raises ConfigError for an unknown name, and for a number of GPUs that is not a whole number of nodes."""
     name = gpus.named(gpu)
     if name is None:
         raise ConfigError(f"--gpu={gpu}: known are {', '.join(gpus.GPUS)}; --gpus is how many")

@@ -80,7 +80,7 @@ class VisionConfig(train.TrainConfig):
     erasing: Probability = 0.0  # probability of erasing a rectangle, per image
     repeats: Count = 1  # crops of an image in a batch
     smoothing: Annotated[float, Range(0, 0.99)] = 0.0  # label smoothing
-    eval_crop: Annotated[float, Range(0.01, 1)] = 1.0  # share of the shorter side that validation sees
+    eval_crop: Annotated[float, Range(0.01, 1)] = 1.0  # fraction of the shorter side kept in the validation crop
     # --- optimiser
     ema: Probability = 0.0  # decay per step of an average of the weights, which is also evaluated; 0: none
 
