@@ -81,6 +81,16 @@ def start(tmp_path):
         process.wait()
 
 
+@pytest.fixture
+def stand_in(tmp_path):
+    """The path of a program that stands in for train.py and takes no time."""
+    from faults import STAND_IN
+
+    path = tmp_path / "stand_in.py"
+    path.write_text(STAND_IN)
+    return str(path)
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """A prepared folder of words."""

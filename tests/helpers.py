@@ -76,6 +76,13 @@ def write_folder(folder, train=1000, val=200, vocab_size=256, **meta):
     return folder
 
 
+def write_files(root, files):
+    """Write {name: text} under a folder."""
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content, encoding="utf-8")
+
+
 def run_python(*arguments, **environment):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
     command = [sys.executable, *map(str, arguments)]

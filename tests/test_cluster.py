@@ -19,7 +19,6 @@ import pytest
 from faults import (
     CHAOS,
     RUN,
-    STAND_IN,
     assert_bit_for_bit,
     both_have,
     cell_events,
@@ -39,13 +38,6 @@ from runtime.records import is_finished
 ROOT = Path(__file__).resolve().parents[1]
 SLURM = pytest.mark.skipif("/slurm_cluster/" not in os.environ.get("SLURM_CONF", ""), reason="make slurm, as root")
 RAY = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="pip install --group cluster")
-
-
-@pytest.fixture
-def stand_in(tmp_path):
-    path = tmp_path / "stand_in.py"
-    path.write_text(STAND_IN)
-    return str(path)
 
 
 @pytest.fixture(scope="module")

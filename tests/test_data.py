@@ -37,6 +37,7 @@ from helpers import (
     run_python,
     succeed,
     table,
+    write_files,
     write_folder,
     write_jsonl,
 )
@@ -67,12 +68,6 @@ def edit_meta(folder, **changes):
     """Change fields of a meta.json, as another program might."""
     path = folder / "meta.json"
     writer.write_sealed(path, json.loads(path.read_text()) | changes)
-
-
-def write_files(root, files):
-    for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(content, encoding="utf-8")
 
 
 # ---- the order of windows
@@ -354,9 +349,10 @@ def test_pystdlib_splits_by_file(library, tmp_path):
 def test_pystdlib_knows_when_it_is_done(library, tmp_path):
     def made(fraction=0.2, **how):
         """Whether anything is written."""
-        before = {path: path.stat().st_ino for path in (tmp_path / "a").glob("*.bin")}
+        inodes = lambda: {path: path.stat().st_ino for path in (tmp_path / "a").glob("*.bin")}
+        before = inodes()
         pystdlib.prepare(tmp_path / "a", stdlib=library, val_fraction=fraction, **how)
-        return before != {path: path.stat().st_ino for path in (tmp_path / "a").glob("*.bin")}
+        return inodes() != before
 
     assert made() and not made() and made(force=True) and made(0.3)  # another recipe
     (tmp_path / "a/val.bin").unlink()

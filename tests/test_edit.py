@@ -10,12 +10,11 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import TINY, arguments, copied_tree, record, succeed, table, write_folder
+from helpers import ROOT, TINY, arguments, copied_tree, record, succeed, table, write_files, write_folder
 from scipy import stats
 
 from common.files import write_text
@@ -24,7 +23,6 @@ from experiments import compare, edit, edit_probe, edit_simulation, figures
 from experiments.sweeps import engines
 from runtime import records as runtime_records
 
-ROOT = Path(__file__).resolve().parents[1]
 DRAW = figures.draw
 
 # Trains what model.py says: losses of a law of the budget, shifted by SHIFT, with noise that both versions share and
@@ -92,14 +90,14 @@ MODEL = {"SHIFT": 0.0, "NOISE": 0.001, "SEED": "a", "DIES": False, "EDITS": "", 
 def repo(tmp_path, monkeypatch):
     """A git repository with the stand-in, whose HEAD has MODEL; edit.py's REPO."""
     repo = tmp_path / "repo"
-    write(repo, {"train.py": STAND_IN, "model.py": written(), "config/longhorn_laptop.py": "", ".gitignore": "out/\n",
-                 "evaluation/validation.py": "", "data/loader.py": ""})
+    write_files(repo, {"train.py": STAND_IN, "model.py": written(), "config/longhorn_laptop.py": "",
+                       ".gitignore": "out/\n", "evaluation/validation.py": "", "data/loader.py": ""})
     write_folder(repo / "data" / "words")
     git(repo, "init", "-q")
     commit(repo)
     monkeypatch.setattr(prepared, "__file__", repo / "data" / "prepared.py")
     monkeypatch.setattr(edit, "REPO", repo)
-    write(tmp_path, {"PROBE": PROBE, "JUDGE": JUDGE})
+    write_files(tmp_path, {"PROBE": PROBE, "JUDGE": JUDGE})
     for name in ("PROBE", "JUDGE"):
         monkeypatch.setattr(edit, name, tmp_path / name)
     monkeypatch.setattr(engines.Local, "poll_seconds", 0.01)
@@ -113,12 +111,6 @@ def repo(tmp_path, monkeypatch):
     for name in ("OMP_NUM_THREADS", "LONGHORN_BUILD_DIR"):
         monkeypatch.setenv(name, "1")
     return repo
-
-
-def write(folder, files):
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
 
 
 def newest(folder, pattern):
@@ -373,8 +365,8 @@ def test_what_training_does_not_load_is_no_edit_and_what_links_lead_to_is(repo, 
     (repo / "config" / "mine.py").symlink_to("../../mine.py")
     commit(repo)
     code = repo / "out" / "code"
-    write(repo, dict.fromkeys(["edit.log", "nohup.out", "data/corpus.jsonl", "tests/a.md"], "x"))
-    write(code, {"tmp-killed/model.py": ""})
+    write_files(repo, dict.fromkeys(["edit.log", "nohup.out", "data/corpus.jsonl", "tests/a.md"], "x"))
+    write_files(code, {"tmp-killed/model.py": ""})
     for argv in ["--against=nowhere"], []:
         assert run(*argv)[0] == 2 and not [*code.glob("tmp-*")]
     change(repo, SHIFT=0.5)
@@ -396,7 +388,7 @@ def test_what_training_does_not_load_is_no_edit_and_what_links_lead_to_is(repo, 
 
 
 def test_the_page_says_if_the_tree_has_changed_since(repo, run, monkeypatch):
-    write(repo, {"tests/a.py": ""})  # is not trained
+    write_files(repo, {"tests/a.py": ""})  # is not trained
     change(repo, SHIFT=0.5)
     assert "it has changed since" not in run("--pairs=2")[1]
     real = edit.compare_versions
@@ -405,7 +397,7 @@ def test_the_page_says_if_the_tree_has_changed_since(repo, run, monkeypatch):
 
 
 def test_an_edit_of_the_judge_is_refused_unless_all_versions_take_it(repo, run):
-    write(repo, dict.fromkeys(["data/loader.py", "evaluation/more.py"], "x = 1"))
+    write_files(repo, dict.fromkeys(["data/loader.py", "evaluation/more.py"], "x = 1"))
     change(repo, SHIFT=0.5)
     code, said, _ = run()
     assert code == 2 and "data/loader.py, evaluation/more.py differs" in said and "--todays_judge" in said
@@ -439,7 +431,7 @@ def test_a_sweep_keeps_how_its_code_differs_from_the_commit(repo, monkeypatch):
     monkeypatch.setattr(runtime_records, "code_identity", lambda: {"code_files": ["model.py", "families/mine.py"]})
     assert edit.runner.uncommitted() == ""
     change(repo, SHIFT=1.0)
-    write(repo, {"families/mine.py": "class Mine: pass", "families/notes.py": "class Note: pass"})
+    write_files(repo, {"families/mine.py": "class Mine: pass", "families/notes.py": "class Note: pass"})
     diff = edit.runner.uncommitted()
     assert "+SHIFT = 1.0" in diff and "+class Mine: pass" in diff and "Note" not in diff
 
@@ -588,7 +580,7 @@ def test_train_itself(tmp_path, monkeypatch, data, run, repo):
     source = (repo / "model.py").read_text()
     (repo / "model.py").write_text(source.replace("config.d_state, config.d_conv", "config.d_state, late()").replace(
         "\n\nclass ", "\n\ndef late():\n    from tools.mine import TAPS\n    return TAPS\n\n\nclass ", 1))
-    write(repo, {"tools/mine.py": "TAPS = 3", "tools/other.py": "", "nohup.out": "", "families/mine.py": "",
+    write_files(repo, {"tools/mine.py": "TAPS = 3", "tools/other.py": "", "nohup.out": "", "families/mine.py": "",
                  "families/other.py": "from model import NORMS\nNORMS['longhorn'] = NORMS['rwkv']"})
     toy = [f"--{key}={value}" for key, value in TINY.items() if key not in ("max_iters", "eval_interval")]
     code, said, result = run("--sizes=config", "--pairs=1", f"--data={data}", *toy)

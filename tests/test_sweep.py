@@ -23,7 +23,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from faults import STAND_IN, both_have, cell_events, drive, gated, notes, wait_until
+from faults import both_have, cell_events, drive, gated, notes, wait_until
 from helpers import ROOT, refuse, refused, run_program, succeed, table, write_folder
 from safetensors.torch import save_file
 
@@ -34,13 +34,6 @@ from experiments.sweeps.runner import Cell
 from model import FAMILIES, SwiGLU
 from runtime import records
 from runtime.records import BadRecord, is_finished
-
-
-@pytest.fixture
-def stand_in(tmp_path):
-    path = tmp_path / "stand_in.py"
-    path.write_text(STAND_IN)
-    return str(path)
 
 
 def run(cells, folder, script, jobs=2, nproc=1, gpus=()):
