@@ -38,8 +38,8 @@ class Kind:
     """What is specific to the records of an experiment: a row of KINDS.
 
     place: what identifies a run, as named in the plan. point: the parts of the place that the runs of one point
-    share, along with all settings. same: settings that all runs share. measure: what the log must
-    end with. adds(row, record, evaluations): the row with whatever else reports read.
+    share, along with all settings. same: settings that all runs share. measure: what the log must end with.
+    adds(row, record, evaluations): the row with whatever else reports read.
     """
 
     place: tuple

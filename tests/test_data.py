@@ -349,10 +349,9 @@ def test_pystdlib_splits_by_file(library, tmp_path):
 def test_pystdlib_knows_when_it_is_done(library, tmp_path):
     def made(fraction=0.2, **how):
         """Whether anything is written."""
-        inodes = lambda: {path: path.stat().st_ino for path in (tmp_path / "a").glob("*.bin")}
-        before = inodes()
+        before = {path: path.stat().st_ino for path in (tmp_path / "a").glob("*.bin")}
         pystdlib.prepare(tmp_path / "a", stdlib=library, val_fraction=fraction, **how)
-        return inodes() != before
+        return before != {path: path.stat().st_ino for path in (tmp_path / "a").glob("*.bin")}
 
     assert made() and not made() and made(force=True) and made(0.3)  # another recipe
     (tmp_path / "a/val.bin").unlink()
