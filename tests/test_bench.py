@@ -1,5 +1,5 @@
-"""The benchmarks, as far as they can be tested without a GPU: each runs and writes its record, a wrong kernel or state
-is not timed, and refusals are one line. The numbers mean nothing.
+"""Tests of the benchmarks that need no GPU: each benchmark runs and writes its record, a wrong kernel or state is never
+timed, and a refusal is one line. The timings mean nothing.
 
     python -m pytest tests/test_bench.py
 """
@@ -37,7 +37,7 @@ TINY = [*(f"--{name}={size}" for name, size in SHAPE.items()), "--threads=1"]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Skips the collection of garbage before each timing, which takes 0.3 s; times do not matter here."""
+    """Skips the garbage collection before each timing, which takes 0.3 s; timings do not matter here."""
     monkeypatch.setattr(gc, "collect", lambda *_: 0)
     monkeypatch.setattr(measure.Cpu, "flush_bytes", 1 << 16)
     monkeypatch.setattr(records, "environment", environment)
@@ -52,7 +52,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def here(monkeypatch):
-    """Workers run in this process."""
+    """Runs workers in this process."""
     def begin(self, *made_of, **row):
         make, spec = pickle.loads(pickle.dumps(made_of))
         self.held = make(spec)
@@ -72,7 +72,7 @@ SMALL = ["--rounds=2", "--T=8", "--B=2", "--D=64", "--N=4"]
 
 @pytest.mark.parametrize("device, contenders", [
     (["--device=cpu"], scan.ON_CPU), (["--device=cuda", "--dry_run"], scan.ON_GPU)])
-def test_scan(device, contenders, run, capsys):
+def test_the_scan_benchmark_has_a_row_for_each_contender(device, contenders, run, capsys):
     status, record = run(scan.main, *device, *SMALL)
     assert status == 0 and record["finished"] is True and record["dry_run"] is ("--dry_run" in device)
     assert "in short: 3 of 3 comparisons" in capsys.readouterr().out
@@ -94,8 +94,8 @@ def test_a_wrong_scan_is_not_timed(run, monkeypatch):
     assert status == 1 and "WRONG in y by" in ours["reason"] and "forward" in mamba
 
 
-def test_what_takes_turns_is_timed_alone_and_then_with_its_backward(monkeypatch):
-    """Each is timed for at most two seconds, but at least three times."""
+def test_contenders_take_turns_alone_and_then_with_the_backward(monkeypatch):
+    """Each contender is timed for at most two seconds, but at least three times."""
     def laps(self, *steps):
         for lap in steps:
             lap()
@@ -108,8 +108,8 @@ def test_what_takes_turns_is_timed_alone_and_then_with_its_backward(monkeypatch)
     assert absent == {"contender": "b", "reason": "not installed"}
 
 
-def test_step(here, monkeypatch, tmp_path):
-    """The record is written after every round, so an interrupt leaves the finished rounds."""
+def test_the_step_benchmark_writes_its_record_after_every_round(here, monkeypatch, tmp_path):
+    """So an interrupt leaves the finished rounds."""
     written = []
     monkeypatch.setattr(measure, "write_record", lambda out, record: written.append(json.loads(json.dumps(record))))
     assert step.main([*TINY, "--families=longhorn", "--rounds=2", "--kernels", f"--out={tmp_path}/step.json"]) == 0
@@ -126,7 +126,7 @@ def test_step(here, monkeypatch, tmp_path):
 
 
 class Held:
-    """What a worker holds, as a test needs it."""
+    """A stand-in for the object that a worker holds; raises ValueError if `turn` is None."""
 
     def __init__(self, turn):
         print("which kernels", file=sys.stderr)
@@ -137,7 +137,7 @@ class Held:
 
 
 def test_a_worker_says_why_it_ended(monkeypatch):
-    """The worker is forked, which is quick; real ones are not, because PyTorch's threads and CUDA may be running."""
+    """The worker is forked, which is quick. Real workers are not, because PyTorch's threads and CUDA may be running."""
     context = multiprocessing.get_context("fork")
     monkeypatch.setattr(multiprocessing, "get_context", lambda way: context)
     row = measure.Worker(Held, None).row
@@ -150,12 +150,12 @@ def test_a_worker_says_why_it_ended(monkeypatch):
         assert worker.row["reason"] == reason
 
 
-def test_kernels_of_two_streams_count_once():
-    assert step.busy_and_idle([(9, 10), (1, 4)]) == (4, 5)  # as they end, not as they began
+def test_overlapping_kernels_of_two_streams_count_once():
+    assert step.busy_and_idle([(9, 10), (1, 4)]) == (4, 5)  # sorted by their ends
     assert step.busy_and_idle([(0, 10), (2, 3), (8, 12), (15, 16)]) == (13, 3)
 
 
-def test_generate(here, run, monkeypatch):
+def test_the_generate_benchmark_measures_states_and_refuses_wrong_ones(here, run, monkeypatch):
     arguments = [*TINY, "--families=llama,longhorn", "--contexts=8,40", "--chunk=16", "--new_tokens=5"]
     status, record = run(generate.main, *arguments)
     llama, longhorn = (row["contexts"] for row in record["rows"])
@@ -178,7 +178,7 @@ def test_generate(here, run, monkeypatch):
     (Stage("x", 1, ["sleep", "1000"]), "over time", "killed at its limit of 1 s"),
     (Stage("x", 60, ["sh", "-c", "kill -ABRT $$"]), "failed", "ended by signal 6 (SIGABRT)"),
     (Stage("x", 60, [], ("no_such_package",)), "skipped", "no_such_package is not installed")])
-def test_a_stage_of_a_gpu_that_does_not_succeed_says_why(stage, status, reason, tmp_path):
+def test_a_gpu_stage_that_does_not_succeed_says_why(stage, status, reason, tmp_path):
     """An older record is deleted."""
     (tmp_path / "x.json").write_text('{"old": 1}')
     gpu.run_stage(stage, tmp_path, stage.limit_s)
@@ -199,7 +199,7 @@ echo 'in short: well'
 """
 
 
-def test_a_stage_of_a_gpu_adds_how_it_ended_to_its_record_and_at_which_clock(tmp_path, monkeypatch):
+def test_a_gpu_stage_records_how_it_ended_and_the_clock(tmp_path, monkeypatch):
     """The clock counts only while the GPU was busy; a line that is cut or says "[N/A]" is ignored."""
     (tmp_path / "nvidia-smi").write_text(SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
@@ -223,8 +223,8 @@ def test_a_stage_gets_the_time_that_others_do_not_need():
     assert max(sum(limits[stage] for stage in call) for call in gpu.CALLS.values()) <= gpu.BUDGET_S < 540
 
 
-def test_what_does_not_build_is_not_timed_and_a_success_is_not_repeated(tmp_path, capsys):
-    """Later calls do the same. Every failure and every stage left out counts."""
+def test_after_a_failed_build_stages_are_left_out_and_no_success_is_repeated(tmp_path, capsys):
+    """This also holds in later calls, which return how many stages failed or were left out."""
     add = ["sh", "-c", f"printf x >> {tmp_path}/ran"]
     done = {}
     good = Stage("a", 10, add)
@@ -236,7 +236,7 @@ def test_what_does_not_build_is_not_timed_and_a_success_is_not_repeated(tmp_path
     assert call(Stage("d", 10, add), budget_s=4.9) == 1 and "of 5 s are spent" in capsys.readouterr().out
 
 
-def test_tests_that_were_cut_leave_what_they_printed():
+def test_results_printed_before_the_tests_were_cut_short_count():
     text = ("tests/test_ops.py::test_gpu_c \n[gw1] [  1%] PASSED tests/test_cuda.py::test_gpu_a[1-x y] \n"
             "[gw0] [ 33%] FAILED tests/test_cuda.py::test_gpu_b[x y] \n[gw1] [100%] SKIPPED tests/test_ops.py::test_c\n"
             "tests/test_ops.py::test_gpu_d \ntests/test_ops.py::test_gpu_e[in one process] PASSED [ 4%]\nPASSED")
@@ -245,7 +245,7 @@ def test_tests_that_were_cut_leave_what_they_printed():
 
 @pytest.mark.parametrize("name, rows", [
     ("build", 1), ("small", 6), ("convolution", 3), ("loss", 3)])
-def test_what_runs_operators_on_a_gpu_tried_on_the_cpu(name, rows, run, monkeypatch):
+def test_each_function_of_ops_has_a_dry_run_on_the_cpu(name, rows, run, monkeypatch):
     monkeypatch.setattr(bench_ops, "SMALL", bench_ops.SMALL[-1:])
     _, record = run(bench_ops.main, name, "--dry-run")
     assert record["finished"] is record["dry_run"] is True and len(record["rows"]) == rows
@@ -255,8 +255,8 @@ def test_what_runs_operators_on_a_gpu_tried_on_the_cpu(name, rows, run, monkeypa
             run(bench_ops.main, name, "--dry-run")
 
 
-def test_a_variant(run, monkeypatch):
-    """It is timed in this process."""
+def test_a_variant_is_timed(run, monkeypatch):
+    """Times the variant in this process."""
     environment()
     here = lambda command, **how: subprocess.CompletedProcess(command, bench_ops.main(command[2:]) or 0)
     monkeypatch.setattr(subprocess, "run", here)
@@ -267,7 +267,7 @@ def test_a_variant(run, monkeypatch):
 RAN = ('"environment": {"gpu": "NVIDIA H100 80GB HBM3", "torch": "2.11.0", "commit": "aaaaaaaaaaaa", '
        '"uncommitted_changes": false}')
 CASE = '{"family": "mamba", "B": 1, "T": 2, "D": 3, "N": 4, "dtype": "float32", "right": true}'
-SENT = {  # what gpu.faults looks at
+SENT = {  # the fields that gpu.faults checks
     "tests": f'{{{RAN}, "dry_run": false, "passed": 2, "failed": 0, "stage": {{"status": "ok", "reason": ""}}}}',
     "scan_cuda": f'{{{RAN}, "correctness": [{CASE}]}}',
     "training": f'{{{RAN}, "rows": [{{"last_loss": 9.0, "mfu": null, "samples_seconds": [0.1]}}]}}'}
@@ -304,7 +304,7 @@ def test_make_takes_the_interpreter_it_is_given():
 
 # ------------------------------------------------------------------------------------------------------------ refusals
 
-def test_without_a_gpu_a_benchmark_names_what_all_of_them_have(monkeypatch):
+def test_without_a_gpu_a_benchmark_names_the_options_for_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="^PyTorch sees no GPU: use --device=cpu, or --dry-run "):
         bench_ops.main(["loss"])
@@ -314,8 +314,8 @@ def test_without_a_gpu_a_benchmark_names_what_all_of_them_have(monkeypatch):
     (scan.main, ["--save"]), (scan.main, [f"--out={ROOT}/results/y.json"]), (generate.main, ["--save"]),
     (step.main, ["--save"]), (objectives.main, ["--save"]), (gpu.main, ["--dry-run", f"--out={ROOT}/results/gpu_x"]),
     (lambda argv: extrapolation.Extrapolation(argv).run(), ["run", "--save"])])
-def test_records_in_results_are_of_a_commit(main, arguments, monkeypatch):
-    """Each program says so before it measures."""
+def test_results_takes_no_record_of_uncommitted_code(main, arguments, monkeypatch):
+    """Each program refuses before it measures."""
     monkeypatch.setattr(measure, "code_version", lambda: {"uncommitted_changes": True})
     monkeypatch.setattr(records, "environment", lambda: pytest.fail("it went on"))
     with pytest.raises(ConfigError, match="results/ is for records of a commit, and this tree has|in results/: give"):

@@ -2,11 +2,11 @@
 
     bit for bit = every tensor of the last checkpoint, and every line of log.jsonl except seconds, speed and memory
 
-Most processes here are forked from one that has already imported PyTorch, so that starting a process to kill takes a
-twentieth of a second instead of three. The fork runs train.py as `__main__`; torchrun's workers are started afresh.
+Most processes here are forked from one that has already imported PyTorch. Each then starts in a twentieth of a second
+instead of three seconds. A fork runs train.py as `__main__`; torchrun starts its workers afresh.
 
-    python -m pytest tests/test_chaos.py      a short version of each test, a few seconds at most
-    make chaos                                fifty kills instead of two; torchrun; two hosts with a cable: minutes
+    python -m pytest tests/test_chaos.py      the short form of each test: a few seconds at most.
+    make chaos                                fifty kills instead of two, torchrun, two hosts with a cable: minutes.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ root = os.name == "posix" and os.geteuid() == 0
 
 @pytest.fixture(scope="module")
 def undisturbed(nursery, data, tmp_path_factory):
-    """undisturbed(world, **changes): the folder of an undisturbed run of RUN by `world` processes."""
+    """undisturbed(world, **changes): the folder of RUN, trained by `world` processes without a fault."""
     @functools.cache
     def undisturbed(world, **changes):
         folder = tmp_path_factory.mktemp("undisturbed")
@@ -78,8 +78,8 @@ def writing(out):
 @pytest.mark.parametrize("world, changes", [
     (1, {}), (2, {}), pytest.param(3, {"batch_tokens": 96}, marks=LONG_FORM),  # with three, the order of sums matters
     pytest.param(2, {"parallel": "fsdp"}, marks=LONG_FORM)], ids=["1", "2", "3", "sharded"])
-def test_killed_again_and_again(undisturbed, launch, data, out, world, changes):
-    """A run is killed in the middle of a write, right at the start or anywhere: all its processes, or one."""
+def test_a_run_killed_again_and_again_ends_with_the_same_bits(undisturbed, launch, data, out, world, changes):
+    """Kills one process of a run, or all, in the middle of a write, right at the start or anywhere else."""
     chance, torn, kills, whole = random.Random(world), 0, 0, undisturbed(world, **changes)
     argv = arguments(data, out, RUN, micro_batch_size=4 // world, resume="auto", timeout_minutes=1, **changes)
     while kills < KILLS:
@@ -102,7 +102,7 @@ def test_killed_again_and_again(undisturbed, launch, data, out, world, changes):
         torn += writing(out)
         for rank in set(range(world)) - set(victims):
             line = (r.said(rank).splitlines() or [""])[-1]
-            met = "micro-batches per step" in r.said(0)  # before that the ranks have not met, so the others miss nobody
+            met = "micro-batches per step" in r.said(0)  # ranks miss only ranks that they have met
             done = codes[rank] == 0  # it had already done its part of the last step
             assert "no answer from rank" in line and "--resume=auto" in line or not met or done, (line, codes)
     if not (out / "result.json").exists():
@@ -112,8 +112,8 @@ def test_killed_again_and_again(undisturbed, launch, data, out, world, changes):
 
 
 def holding(rank):
-    """An LM. Also patches this process: draw_loss leaves main's frame in a reference cycle that is not collected by
-    itself, and destroy_process_group prints how many DistributedDataParallel objects are left."""
+    """Returns LM and patches this process: draw_loss leaves main's frame in a reference cycle that nothing collects,
+    and destroy_process_group prints how many DistributedDataParallel objects are left."""
     gc.disable()
     destroy = dist.destroy_process_group
 
@@ -132,7 +132,7 @@ def holding(rank):
     return LM
 
 
-def test_the_group_is_left_when_nothing_else_holds_it(launch, data, out):
+def test_no_model_is_left_when_the_process_group_ends(launch, data, out):
     r = launch(arguments(data, out, RUN, micro_batch_size=2, max_iters=4), 2, LM=holding).succeed()
     assert [r.said(rank).count("holding: 0\n") for rank in (0, 1)] == [1, 1], r.said()
 
@@ -176,8 +176,8 @@ def worker(pid, rank):
 @LONG_FORM
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_torchrun_brings_a_killed_worker_back(undisturbed, launch, start, data, out, tmp_path):
-    """The restarted run continues from the last checkpoint; SIGTERM to torchrun itself then saves, and a second one
-    ends it."""
+    """The restarted run continues from the last checkpoint. A SIGTERM to torchrun makes it save and stop; another run
+    then finishes."""
     argv = [*arguments(data, out, RUN, micro_batch_size=2), "--resume=auto"]
     gates = tmp_path / "gates"
     held = lambda place: until(agent, lambda: all((gates / f"held-{place}-{rank}").exists() for rank in (0, 1)), "gate")
@@ -202,8 +202,8 @@ def test_torchrun_brings_a_killed_worker_back(undisturbed, launch, start, data, 
 @LONG_FORM
 @pytest.mark.skipif(not (root and shutil.which("ip")), reason="as root, with iproute2's network namespaces")
 def test_two_hosts_survive_a_cut_cable(undisturbed, start, data, out, tmp_path):
-    """Two network namespaces joined by a cable, with torchrun on each, in a loop as under a service manager. Both
-    finish the run once the cable is back."""
+    """A cable joins two network namespaces. Each runs torchrun in a loop, as a service manager would, and both finish
+    the run once the cable is back."""
     ip = lambda words: subprocess.run(["ip", *words.split()], check=True, capture_output=True)
     nodes, hosts = [], [f"longhorn_{os.getpid()}_{i}" for i in range(2)]
     said = lambda: "".join(node.said() for node in nodes)
@@ -237,13 +237,13 @@ def test_two_hosts_survive_a_cut_cable(undisturbed, start, data, out, tmp_path):
 
 
 def not_finite(of, how, rank):
-    """The LM of a rank, whose loss or gradient is nan in steps 5, 6 and 12 on rank `of`, or on both ranks (None)."""
-    # one batch comes before the steps, see DDP in runtime/distributed.py
+    """The LM of a rank: its loss or gradient is nan in steps 5, 6 and 12 on rank `of`, or on both ranks (None)."""
+    # one batch precedes the steps: see DDP in runtime/distributed.py
     return poisoned({6, 7, 13}, how) if of in (None, rank) else LM
 
 
 @pytest.mark.parametrize("how", ["loss", "gradient"] if CHAOS else ["loss"])
-def test_what_is_not_finite_on_one_rank_is_skipped_on_both(launch, data, tmp_path, how):
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_both(launch, data, tmp_path, how):
     """Otherwise the two ranks' weights would differ from then on, and so would the losses."""
     for of in (None, 1, 0) if CHAOS else (None, 1):
         out = tmp_path / str(of)
@@ -255,8 +255,8 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_both(launch, data, tmp_pat
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
-def test_memory_that_really_runs_out(launch, data, out):
-    """2^21 tokens of 32 numbers, 268 MB, exceed the limit: a real error of the allocator, in its own words."""
+def test_running_out_of_memory_is_one_line(launch, data, out):
+    """2^21 tokens of 32 numbers each, 268 MB, exceed the limit, and the allocator raises its own error."""
     large = {**RUN, "n_embd": 32, "block_size": 512, "batch_tokens": 2**21, "micro_batch_size": 4096}
     r = launch(arguments(data, out, large), memory=200 << 20)
     assert r.end() == [2] and "Traceback" not in r.said(), r.said()
@@ -267,9 +267,9 @@ def test_memory_that_really_runs_out(launch, data, out):
 # --------------------------------------------------------------------------------------------------------------- sweeps
 
 
-@LONG_FORM  # test_sweep.py does this to stand-ins for runs
+@LONG_FORM  # test_sweep.py does this with stand-ins for runs
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells cells that their driver died")
-def test_a_sweep_whose_driver_and_cells_are_killed(start, launch, data, tmp_path):
+def test_a_sweep_finishes_though_its_driver_and_cells_are_killed(start, launch, data, tmp_path):
     kill_cell = lambda pid, *_: os.kill(pid, signal.SIGKILL)
     acts = [kill_driver, kill_cell, lambda *at: kill_driver(*at) or kill_cell(*at),
             lambda pid, driver, life: driver.send_signal(signal.SIGTERM), kill_cell]
@@ -281,8 +281,8 @@ def test_a_sweep_whose_driver_and_cells_are_killed(start, launch, data, tmp_path
 @pytest.mark.parametrize("silent, env, again", [("process", {}, [signal.SIGTERM]),
                                                 ("disk", {"SLURM_JOB_ID": "7"}, [signal.SIGTERM, signal.SIGINT])])
 def test_a_second_interrupt_does_not_wait(launch, data, out, silent, env, again):
-    """It waits neither for a stopped process nor for a disk that never finishes a checkpoint. With a stopped process no
-    Python runs in the main thread, yet the first interrupt is answered. Under Slurm, which repeats SIGTERM, a SIGTERM
+    """It waits neither for a stopped process nor for a disk that never finishes a checkpoint. If a process is stopped,
+    the main thread runs no Python, yet the first interrupt is answered. Under Slurm, which repeats SIGTERM, a SIGTERM
     ends nothing."""
     world, places = (1, [("step", 10), ("write", 1)]) if silent == "disk" else (2, [("step", 10)])
     argv = arguments(data, out, RUN, micro_batch_size=2, checkpoint_interval=1000, eval_interval=0, max_iters=400)
@@ -309,7 +309,7 @@ for rank in 0 1; do SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" || code=$?; done
 
 
 @pytest.mark.parametrize("code, again", [(0, True), (75, True), (138, True), (2, False)])
-def test_what_slurm_starts_and_queues_again(tmp_path, code, again):
+def test_slurm_starts_each_rank_and_requeues_an_unfinished_run(tmp_path, code, again):
     """With stand-ins for Slurm's commands and for Python."""
     for name, does in SLURM.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
@@ -320,7 +320,7 @@ def test_what_slurm_starts_and_queues_again(tmp_path, code, again):
     env.pop("PYTHON", None)
     script = ["bash", str(ROOT / "deploy" / "slurm.sh"), str(out), "--seed=1"]
     started = [f"{rank} {rank} 2 2 127.0.0.1 train.py --seed=1 --out_dir={out} --resume=auto" for rank in (0, 1)]
-    for result, requeued in ((None, again), ('{\n "steps": ', again), ("", False)):  # none; as a kill leaves it; whole
+    for result, requeued in ((None, again), ('{\n "steps": ', again), ("", False)):  # no file, half, whole
         if result is not None:
             out.mkdir(exist_ok=True)
             (out / "result.json").write_text(result)
@@ -331,7 +331,7 @@ def test_what_slurm_starts_and_queues_again(tmp_path, code, again):
         told.unlink()
 
 
-def test_the_kubernetes_job():
+def test_the_kubernetes_job_resumes_and_writes_to_its_volume():
     yaml = pytest.importorskip("yaml")
     job = yaml.safe_load((ROOT / "deploy" / "kubernetes.yaml").read_text())
     container = job["spec"]["template"]["spec"]["containers"][0]
@@ -364,8 +364,8 @@ def fill(disk):
             f.write(bytes(4096))
 
 
-def test_a_disk_that_is_full_for_a_while(undisturbed, launch, small_disk, data):
-    """The run goes on, and its records are whole. 30 lines do not fit into the last page of the log."""
+def test_a_run_survives_a_disk_that_is_full_for_a_while(undisturbed, launch, small_disk, data):
+    """The run goes on, and its records are complete. Its 30 lines on the full disk exceed the log's last page."""
     disk, first = small_disk(4), 2 * RUN["checkpoint_interval"] + 7
     out = disk / "run"
     r = launch(arguments(data, out, RUN), hold=[("step", first), ("step", first + 30)])
@@ -383,7 +383,7 @@ def test_a_disk_that_is_full_for_a_while(undisturbed, launch, small_disk, data):
 
 
 @pytest.mark.parametrize("room", [0, pytest.param(300_000, marks=LONG_FORM)])
-def test_a_disk_that_stays_full(launch, small_disk, data, tmp_path, room):
+def test_a_run_on_a_disk_that_stays_full_stops_and_can_be_resumed(launch, small_disk, data, tmp_path, room):
     """The run says so, and a resumed run finishes it. If there is room for the small records but not for a checkpoint,
     result.json must not say that the run is finished."""
     disk, large = small_disk(12), {**RUN, "n_embd": 64, "max_iters": 120}
@@ -402,7 +402,7 @@ def test_a_disk_that_stays_full(launch, small_disk, data, tmp_path, room):
     assert_same_run(out, tmp_path / "whole")
 
 
-def test_a_full_disk_while_preparing(small_disk):
+def test_preparing_data_on_a_full_disk_ends_in_one_line(small_disk):
     disk = small_disk(2)
     command = [sys.executable, str(ROOT / "data" / "pystdlib" / "prepare.py"), "--out", str(disk / "d")]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -410,13 +410,13 @@ def test_a_full_disk_while_preparing(small_disk):
     assert not any(p.name != ".lock" for p in (disk / "d").iterdir())
 
 
-STEP = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")  # audit events of changes to a folder
+STEP = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")  # audit events that change a folder
 
 
-def test_a_preparation_killed_again_and_again(tmp_path, monkeypatch):
-    """It is killed at any step, or before each rename, over the finished files of another source with the same sizes,
-    and again over what that leaves. The folder is then either whole or unfinished. test_data.py does the same for
-    data/tokens."""
+def test_a_killed_preparation_leaves_a_folder_whole_or_unfinished(tmp_path, monkeypatch):
+    """Kills it at each step (in the short form before each rename) while it replaces the finished files of another
+    source of the same size, and then once more. After each kill the folder is either whole or unfinished. test_data.py
+    does the same for data/tokens."""
     for name, value in (("FULL_CHECK_TOKENS", 0), ("SPOT_CHECKS", 2), ("SPOT_TOKENS", 2)):
         monkeypatch.setattr(prepared, name, value)  # the test itself compares the content
     folder, sound, kills = tmp_path / "d", {}, 0

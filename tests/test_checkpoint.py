@@ -62,12 +62,12 @@ def test_dtypes_and_shapes_round_trip(tmp_path, dtype):
     content = (tmp_path / "c").read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     assert start % 8 == 0
-    for name, entry in json.loads(content[8:start]).items():  # each lies at a multiple of its elements' size
+    for name, entry in json.loads(content[8:start]).items():  # each is aligned to its element size
         assert name == "__metadata__" or (start + entry["data_offsets"][0]) % loaded[name].element_size() == 0
 
 
-def test_what_was_loaded_is_a_copy_of_what_was_saved(tmp_path):
-    """For views, ties and parameters, under any name. It is not a view of the file, which others read too."""
+def test_loaded_tensors_are_copies_of_the_saved_ones(tmp_path):
+    """Holds for views, tied tensors and parameters, under any name. Later writes to the file change nothing."""
     w = torch.nn.Parameter(torch.randn(6, 8))
     path = tmp_path / "c"
     meta = {"step": 3, "x": [1.5, None, "ü\n\"\\"], "bytes": "0" * 16, "crc32": "\"crc32\":\"00000000\"",
@@ -106,7 +106,7 @@ def test_any_state_round_trips(tmp_path_factory, state):
     assert same(through_disk(state, tmp_path_factory.getbasetemp()), state)
 
 
-def test_what_cannot_be_stored_or_is_no_skeleton_is_refused(tmp_path):
+def test_a_state_that_cannot_be_stored_and_a_wrong_skeleton_are_refused(tmp_path):
     with pytest.raises(TypeError, match="model.3.f: cannot store a function in a checkpoint"):
         flatten({"model": {3: {"f": flatten}}})
     for bad in (torch.zeros(2).to_sparse(), torch.zeros(1, dtype=torch.complex64), torch.empty(1, device="meta")):
@@ -122,7 +122,7 @@ def test_what_cannot_be_stored_or_is_no_skeleton_is_refused(tmp_path):
             unflatten({"t": torch.zeros(8, dtype=torch.uint8), "none": None}, skeleton)
 
 
-def test_a_state_that_does_not_fit_is_one_line():
+def test_a_state_that_does_not_fit_is_refused_in_one_line():
     model = torch.nn.Linear(2, 3)
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -145,15 +145,15 @@ def test_a_state_that_does_not_fit_is_one_line():
 
 
 def test_every_rank_restores_the_state_of_its_own_gpu(monkeypatch):
-    """Rank 0 saves, but has not used the other GPUs: ranks that took its state of them would draw from the start
-    again."""
+    """Only rank 0 saves, and it has not used the other GPUs. A rank that took rank 0's state of its GPU would repeat
+    its first random numbers."""
     restored = []
     mine = torch.tensor([7], dtype=torch.uint8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: mine)
     monkeypatch.setattr(torch.cuda, "set_rng_state", restored.append)
     set_rng_state(state := rng_state())
-    set_rng_state({**state, "cuda": []})  # of a CPU
+    set_rng_state({**state, "cuda": []})  # saved on a CPU
     assert [t.item() for t in restored] == [7]
 
 
@@ -162,7 +162,7 @@ def test_any_changed_byte_is_refused(tmp_path):
     save(path, {"w": torch.randn(9), "b": torch.ones(3, dtype=torch.bool)}, {"step": 1})
     good = path.read_bytes()
     for i in range(len(good)):
-        for flip in (0x20, 0x80, 0x20 ^ 0x09):  # the last makes a tab of padding: JSON would not mind
+        for flip in (0x20, 0x80, 0x20 ^ 0x09):  # the last turns a padding blank into a tab: also JSON
             path.write_bytes(good[:i] + bytes([good[i] ^ flip]) + good[i + 1:])
             refusal(path)
         path.write_bytes(good[:i])
@@ -188,7 +188,7 @@ def forge(meta, entry="", data=b""):
     return content(zlib.crc32(content(0)))
 
 
-def test_what_is_no_checkpoint_is_one_line_and_is_passed_over(tmp_path):
+def test_a_file_that_is_no_checkpoint_is_refused_in_one_line_and_passed_over(tmp_path):
     save(tmp_path / "good", {"w": torch.ones(9)}, {"step": 3})
     good = (tmp_path / "good").read_bytes()
     malice = Malice(tmp_path / "ran")
@@ -215,7 +215,7 @@ def test_what_is_no_checkpoint_is_one_line_and_is_passed_over(tmp_path):
     assert "not a regular file" in refusal(tmp_path)
 
 
-def test_where_no_checkpoint_is_the_newest_elsewhere_are_named(tmp_path, monkeypatch):
+def test_a_folder_without_a_checkpoint_names_the_newest_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for time, run in enumerate("out/a c out/b out/d".split()):
         Path(run).mkdir(parents=True)
@@ -226,15 +226,15 @@ def test_where_no_checkpoint_is_the_newest_elsewhere_are_named(tmp_path, monkeyp
 
 
 def test_the_traps_were_armed(tmp_path):
-    """What is refused above would run, or be read, if somebody opened the file."""
+    """The pickle refused above runs code when it is opened, and a forged file with a right header is loaded."""
     pickle.loads(pickle.dumps(Malice(tmp_path / "ran")))
     assert (tmp_path / "ran").exists()
     (tmp_path / "c").write_bytes(forge('"meta":"{}"', ',"x":{"dtype":"I8","shape":[1],"data_offsets":[0,1]}', b"7"))
     assert load(tmp_path / "c") == ({"x": torch.tensor([55], dtype=torch.int8)}, {})
 
 
-def test_weights_alone(tmp_path):
-    """Of a run or an imported model. The optimiser's tensors, twice as large, are not created."""
+def test_weights_are_loaded_alone(tmp_path):
+    """From a run or an imported model. The optimiser's tensors, twice as large, are never created."""
     state = {"model": {"a": torch.ones(2), "b.c": torch.zeros(3)}, "optimizer": {"model.x": torch.ones(4)}}
     tensors, skeleton = checkpoint.flatten(state)
     save(tmp_path / "c", tensors, {"skeleton": skeleton, "step": 3})
@@ -249,7 +249,7 @@ def test_weights_alone(tmp_path):
         checkpoint.load_first([tmp_path / "i"])  # a run cannot continue from it
 
 
-def test_the_order_of_flush_and_rename(tmp_path, monkeypatch):
+def test_a_file_is_flushed_before_its_rename_and_the_folder_after_it(tmp_path, monkeypatch):
     calls = mock.Mock()
     for name in ("fsync", "replace"):
         calls.attach_mock(mock.Mock(side_effect=getattr(os, name)), name)
@@ -264,7 +264,7 @@ def files(folder):
 
 @pytest.mark.parametrize("links", [True, False])
 def test_the_last_and_the_best_are_kept(tmp_path, monkeypatch, links):
-    """As hard links, or as copies if the file system has none; a step kept on purpose stays too."""
+    """They are hard links, or copies on a file system without links. A step kept on purpose stays too."""
     if not links:
         monkeypatch.setattr(os, "link", mock.Mock(side_effect=OSError(errno.EPERM, "no links")))
     manager = checkpoint.CheckpointManager(tmp_path, keep=3, kept_steps={3})
@@ -274,12 +274,13 @@ def test_the_last_and_the_best_are_kept(tmp_path, monkeypatch, links):
     assert list(checkpoint.steps(tmp_path)) == [7, 6, 5, 3, 2]
     (tmp_path / "checkpoint-1.safetensors").unlink()
     assert files(tmp_path) == "best checkpoint checkpoint-3 checkpoint-5 checkpoint-6"
-    assert [load(path)[1]["step"] for path in checkpoint.candidates(tmp_path)] == [7, 6, 5, 3, 2]  # the first of equals
+    assert [load(path)[1]["step"] for path in checkpoint.candidates(tmp_path)] == [7, 6, 5, 3, 2]
+    # step 7 has the same loss as step 2, and the first stays the best
     assert load(tmp_path / checkpoint.BEST)[1]["best"] == load(tmp_path / checkpoint.NEWEST)[1]["best"] == [1.0, 2]
     resumed = checkpoint.CheckpointManager(tmp_path, keep=2)
     resumed.on_resume(tmp_path / "checkpoint-5.safetensors", load(tmp_path / "checkpoint-5.safetensors")[1])
-    resumed.save({"w": torch.zeros(2)}, {"step": 6}, 1.5)  # where the newest was damaged, it is not kept
-    (tmp_path / checkpoint.NEWEST).unlink()  # by somebody
+    resumed.save({"w": torch.zeros(2)}, {"step": 6}, 1.5)  # step 7, which was damaged, is not kept
+    (tmp_path / checkpoint.NEWEST).unlink()  # somebody deletes it
     resumed.save({"w": torch.zeros(2)}, {"step": 6}, 1.5)
     assert files(tmp_path) == "best checkpoint checkpoint-5"
     assert [load(path)[1]["step"] for path in checkpoint.candidates(tmp_path)] == [6, 5, 2]
@@ -290,14 +291,14 @@ def test_the_last_and_the_best_are_kept(tmp_path, monkeypatch, links):
 
 
 def killed_at(monkeypatch, place, name, save):
-    """`save` is interrupted when it calls this function."""
+    """Interrupts `save` as it calls the function `name` of `place`."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(place, name, mock.Mock(side_effect=KeyboardInterrupt))
         save()
 
 
-def test_a_kill_leaves_the_rest_to_the_resumed_run(tmp_path, monkeypatch):
-    """It comes before the best has its name, or before the oldest is deleted."""
+def test_a_resumed_run_finishes_what_a_kill_interrupted(tmp_path, monkeypatch):
+    """The kill comes before the best checkpoint has its name, or before the oldest is deleted."""
     manager = checkpoint.CheckpointManager(tmp_path)
     newest = tmp_path / checkpoint.NEWEST
     write = lambda step, **loss: manager.save({"w": torch.zeros(2)}, {"step": step}, **loss)
@@ -309,6 +310,6 @@ def test_a_kill_leaves_the_rest_to_the_resumed_run(tmp_path, monkeypatch):
     write(20)
     killed_at(monkeypatch, Path, "unlink", functools.partial(write, 30))
     assert files(tmp_path) == "best checkpoint checkpoint-10 checkpoint-20"
-    for path in newest, tmp_path / "checkpoint-20.safetensors":  # the second: nothing goes
+    for path in newest, tmp_path / "checkpoint-20.safetensors":  # the second time nothing is left to delete
         go_on(path)
         assert files(tmp_path) == "best checkpoint checkpoint-20"

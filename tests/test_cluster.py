@@ -1,8 +1,8 @@
-"""What every engine does: processes here, a real Slurm and a real Ray, which lose jobs, nodes and drivers; and
+"""Sweeps on every engine: processes here, a real Slurm and a real Ray, which lose jobs, nodes and drivers. Also tests
 deploy/slurm.sh.
 
-    make slurm                                              as root: all of it, on a cluster of this machine
-    python -m pytest tests/test_cluster.py                  without Slurm; Ray has two nodes on this machine
+    make slurm                                              as root: all tests, with Slurm on this machine.
+    python -m pytest tests/test_cluster.py                  without Slurm; Ray has two nodes on this machine.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def two_nodes():
 
 @pytest.fixture(params=["", pytest.param("slurm", marks=SLURM), pytest.param("ray", marks=RAY)])
 def engine(request):
-    """Arguments of `drive`."""
+    """The arguments of `drive` that choose an engine."""
     if request.param == "slurm":
         return {"cluster": "slurm", "jobs": 0, "cluster_args": "gpus=1,time=9"}
     if request.param == "ray":
@@ -70,13 +70,13 @@ def set_node(state):
 
 
 def no_steps():
-    """True if no job has processes on the node: each step has a socket."""
+    """True if no job has processes on the node. Each step of a job has a socket there."""
     return not list((Path(os.environ["SLURM_CONF"]).parent / "spool").glob("*_[0-9]*.[0-9]*"))
 
 
 # -------------------------------------------------------------------------------------------------------- every engine
 
-def test_a_driver_adopts_the_jobs_of_the_one_before(engine, start, tmp_path, stand_in):
+def test_a_driver_adopts_the_jobs_of_the_driver_before_it(engine, start, tmp_path, stand_in):
     if not engine:
         pytest.skip("processes of this machine stop with their driver")
     drive_again = lambda: drive(start, tmp_path, stand_in, gated(tmp_path, 3), **engine)
@@ -95,7 +95,7 @@ def test_a_driver_adopts_the_jobs_of_the_one_before(engine, start, tmp_path, sta
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_driver_that_stops_asks_its_cells_to_save(engine, start, tmp_path, stand_in, signals):
-    """The cell that waits is withdrawn; a second signal kills the others. Then the same command finishes all."""
+    """The waiting cell is withdrawn, and a second signal kills the others. The same command then finishes all three."""
     cells = {**gated(tmp_path, 2), "later": [f"--gate={tmp_path}/gate"]}
     driver = drive(start, tmp_path, stand_in, cells, **engine)
     wait_until(both_have(tmp_path, "held"), 240)
@@ -113,7 +113,7 @@ def test_a_driver_that_stops_asks_its_cells_to_save(engine, start, tmp_path, sta
     assert cell_events(tmp_path, "c0")[-1] == "ended" and cell_events(tmp_path, "later")[-2:] == ["from0", "ended"]
 
 
-def test_a_branch_waits_and_a_failure_stops_nobody(engine, tmp_path, stand_in):
+def test_a_branch_waits_and_a_failure_stops_no_other_cell(engine, tmp_path, stand_in):
     """A node that lacks a package or the data set is reported in one line."""
     where = engines.open_engine(engine.get("cluster", ""), engine.get("cluster_args", ""), tmp_path, 2)
     where.poll_seconds = 0.5
@@ -133,7 +133,7 @@ def test_a_branch_waits_and_a_failure_stops_nobody(engine, tmp_path, stand_in):
 # --------------------------------------------------------------------------------------------------------------- Slurm
 
 @SLURM
-def test_slurm_jobs_that_are_killed_cancelled_and_requeued(start, launch, data, tmp_path):
+def test_a_sweep_finishes_though_slurm_kills_cancels_and_requeues_its_jobs(start, launch, data, tmp_path):
     def node_fails(pid, driver, life):
         set_node("down")
         wait_until(no_steps)
@@ -159,7 +159,7 @@ def test_slurm_refuses_in_one_line(start, tmp_path, stand_in, cluster_args, word
 
 
 @SLURM
-def test_a_slurm_that_does_not_answer_is_one_line(start, tmp_path, stand_in):
+def test_a_slurm_that_does_not_answer_is_reported_in_one_line(start, tmp_path, stand_in):
     (tmp_path / "slurm.conf").write_text("ClusterName=gone\nSlurmctldHost=gone(127.0.0.1)\nSlurmctldPort=1\n"
                                          "MessageTimeout=2\nNodeName=gone\n")
     driver = drive(lambda command: start(command, SLURM_CONF=str(tmp_path / "slurm.conf")), tmp_path, stand_in,
@@ -169,8 +169,8 @@ def test_a_slurm_that_does_not_answer_is_one_line(start, tmp_path, stand_in):
 
 
 @SLURM
-def test_a_job_that_slurm_holds_is_one_line(start, tmp_path, stand_in):
-    """Its node failed and came back before the job's first step had ended, so it cannot start there again."""
+def test_a_job_that_slurm_holds_is_reported_in_one_line(start, tmp_path, stand_in):
+    """Its node failed and came back before the job's first step had ended, so the job cannot start there again."""
     cells = {"a": [f"--gate={tmp_path}/gate"], "b": []}
     driver = drive(start, tmp_path, stand_in, cells, "slurm", "time=9")
     wait_until(lambda: (tmp_path / "a/held").exists() and is_finished(tmp_path / "b"), 240)
@@ -188,9 +188,9 @@ def test_a_job_that_slurm_holds_is_one_line(start, tmp_path, stand_in):
 
 
 @SLURM
-def test_the_time_limit_of_slurm(start, tmp_path, stand_in):
-    """A cell is warned, saves and goes on in another job. A cell that makes no progress has failed; nobody waits for
-    it."""
+def test_a_cell_survives_the_time_limit_of_slurm(start, tmp_path, stand_in):
+    """A cell is warned, saves and goes on in another job. A cell that makes no progress counts as failed, and nobody
+    waits for it."""
     cells = {"far": [f"--gate={tmp_path}/gate"], "deaf": [f"--gate={tmp_path}/none", "--deaf="]}
     driver = drive(start, tmp_path, stand_in, cells, "slurm", "time=1,signal=TERM@40")
     wait_until(lambda: (tmp_path / "far" / "saving").exists(), 240)
@@ -201,14 +201,14 @@ def test_the_time_limit_of_slurm(start, tmp_path, stand_in):
 
 
 @SLURM
-def test_deploy_slurm_sh(launch, data, tmp_path):
+def test_deploy_slurm_sh_survives_a_requeue_and_a_warning(launch, data, tmp_path):
     """The job is requeued by hand and later warned of its time limit. It starts again by itself and ends as if nothing
     had happened."""
     argv = lambda out: arguments(data, out, RUN, micro_batch_size=2)
     launch(argv(tmp_path / "whole"), 2).succeed()
     gates, out = tmp_path / "gates", tmp_path / "run"
     script = held_train(gates, [("step", 30), ("step", 20)])
-    python = gates / "python"  # in place of train.py it runs the one that is held
+    python = gates / "python"  # runs the held train.py in place of the real one
     python.write_text(f'#!/bin/bash\nshift\nexec {sys.executable} {script} "$@"\n')
     python.chmod(0o755)
     held = lambda place: wait_until(lambda: all((gates / f"held-{place}-{rank}").exists() for rank in (0, 1)), 240)
@@ -239,7 +239,7 @@ def test_cells_of_a_lost_node_of_ray_move_to_another(two_nodes, start, tmp_path,
     driver = drive(start, tmp_path, stand_in, cells, f"ray:{two_nodes.address}", jobs=0)
     wait_until(both_have(tmp_path, "held"), 240)
     pids = {name: (tmp_path / name / "pid").read_text() for name in ("c0", "c1")}
-    two_nodes.remove_node(next(iter(two_nodes.worker_nodes)), allow_graceful=False)  # it held one of the two
+    two_nodes.remove_node(next(iter(two_nodes.worker_nodes)), allow_graceful=False)  # where one of the two ran
     try:
         wait_until(lambda: not all(Path(f"/proc/{pid}").exists() for pid in pids.values()), 240)
         lost, = (name for name, pid in pids.items() if not Path(f"/proc/{pid}").exists())

@@ -54,7 +54,7 @@ class Config(Base):
 
     def __post_init__(self):
         if self.n_layer < 1:
-            raise ValueError(f"n_layer {self.n_layer} is below 1:\nchoose a positive number")  # no help of a field's
+            raise ValueError(f"n_layer {self.n_layer} is below 1:\nchoose a positive number")  # not a field's help
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def file(tmp_path, monkeypatch):
     return write
 
 
-# An argument, and the value of that key.
+# An argument, and the value that its key gets.
 VALUES = """
 --n_layer=5_000              5000
 --n_layer=1e6                1000000
@@ -98,12 +98,12 @@ VALUES = """
 
 
 @pytest.mark.parametrize("argument, expected", helpers.table(VALUES))
-def test_command_line_value(monkeypatch, argument, expected):
+def test_a_value_on_the_command_line_gets_the_type_of_its_key(monkeypatch, argument, expected):
     monkeypatch.setenv("HOME", "/home")
     assert repr(getattr(load(Config, argument.split()), re.split("[= ]", argument[2:])[0])) == expected
 
 
-# An argument, or what a config file says; how the line begins, {} for the name of the file.
+# An argument or the text of a config file, and how the refusal begins, with {} for the name of the file.
 MISTAKES = """
 --learning_rte=3             unknown key '--learning_rte': did you mean '--learning_rate'?
 --batch_size=3               unknown key '--batch_size': type --batch_tokens=3
@@ -196,7 +196,7 @@ def answers(config_class, argv):
     return re.split("; (?=unknown|--[^h])", str(caught.value))
 
 
-def test_a_config_of_nanogpt_says_what_to_type_for_every_key(file):
+def test_a_config_of_nanogpt_is_answered_with_what_to_type_for_every_key(file):
     path = file(SHAKESPEARE)
     typed = {line.split("'")[1]: line.partition(": type ")[2] for line in answers(TrainConfig, [path])}
     assert typed == {
@@ -207,7 +207,7 @@ def test_a_config_of_nanogpt_says_what_to_type_for_every_key(file):
     assert (config.batch_tokens, config.wandb_run_name, config.min_lr) == (16384, "mini-gpt", 1e-4)
 
 
-# Another program's setting with a value, and words of the answer here.
+# A setting as another program spells it, and words of our answer.
 ABROAD = """
 train.py --init_from=resume   type --resume=must
 train.py --init_from=scratch  leave it out
@@ -243,7 +243,7 @@ prepare.py --input=a.txt      type --files=a.txt
 """
 
 
-# A config file of nanoGPT, and words of the answer here.
+# A config file of nanoGPT, and words of our answer.
 FILES = """
 config/train_gpt2.py             type config/llama_120m.py
 config/train_gpt2                type config/llama_120m.py
@@ -270,13 +270,13 @@ def test_old_names_are_answered_all_at_once():
     assert load(TrainConfig, ["--backend=cpu", "--init_from=."]).init_from == "."  # a folder may have any name
 
 
-def test_a_guess_is_a_key_that_is_spelled_nearly_so():
+def test_only_a_key_with_a_similar_spelling_is_guessed():
     unlike = "--max_good_steps=3 --eval_batch_size=4 --keep=3 --loss=4 --beta3=4".split()
     assert not any("did you mean" in line for line in answers(TrainConfig, unlike))
     assert "did you mean '--weight_decay'?" in answers(TrainConfig, ["--weight-decy=1"])[0]
 
 
-def test_later_wins_and_files_see_the_values_so_far(file):
+def test_later_values_win_and_files_see_the_values_so_far(file):
     a = file("batch_tokens = block_size * 64\ncompile = True  # shadows nothing that we need\ntop_k = 0\n", "a")
     b = file("import math\nfrom math import sqrt\n_helper = 2\ndef double(n): return 2 * n\n"
              "n_layer = double(n_layer) + _helper\nlearning_rate = 0\ndropout = 1e-1\nblock_size = 2e5", "b")
@@ -288,15 +288,15 @@ def test_later_wins_and_files_see_the_values_so_far(file):
         assert getattr(c, key) == value_ and type(getattr(c, key)) is type(value_)
     with pytest.raises(ConfigError):
         load(Config, ["--n_layer=3", "--n_layer=x"])
-    file("block_size = n_layer * 64\nn_layer = 3\n", "base")  # sees what the file that includes it has set so far
+    file("block_size = n_layer * 64\nn_layer = 3\n", "base")  # an included file sees the values so far
     includes = file('n_layer = 5\ninclude("base.py")\nbatch_tokens = block_size * 4\n')
     assert load(Config, ["--n_layer=2", includes, "--dropout=0"]).overrides == {
         "n_layer": 3, "block_size": 320, "batch_tokens": 1280, "dropout": 0.0}
     assert load(Config, ["--n-layer=3"]).n_layer == 3
-    assert load(Config, []) == Config()  # the class is as it was
+    assert load(Config, []) == Config()  # the class has not changed
 
 
-def test_a_key_set_to_its_default_is_an_override_and_a_branch_not_taken_is_none(file):
+def test_a_key_set_to_its_default_is_an_override_and_one_in_a_branch_not_taken_is_not(file):
     assert load(Config, [file("n_layer = 12\nif False: dropout = 0.5")]).overrides == {"n_layer": 12}
     assert load(Config, [file("def f():\n    global n_layer\n    n_layer = 3\nf()")]).overrides == {"n_layer": 3}
 
@@ -309,7 +309,7 @@ def test_help_names_every_key_with_type_value_and_meaning(file, capsys, monkeypa
     assert info.value.code == 0 and max(map(len, out.splitlines())) <= 100
     lines = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines() if line.strip()}
     assert out.startswith("usage: train.py [config.py ...] [--key=value ...]\n")
-    assert lines["--n_layer"] == "int 7 layers"  # the file's value, the base's meaning
+    assert lines["--n_layer"] == "int 7 layers"  # the file's value, the base class's help
     assert lines["--learning_rate"] == "float 0.0006 peak # of the cosine"
     assert lines["--out_dir"] == "str out/a#b records go here"
     assert lines["--model"] == "choice longhorn the family (one of longhorn, llama)"
@@ -444,7 +444,7 @@ experiments/vision/classify.py --repeats=0       repeats 0 must be at least 1
 
 
 @pytest.mark.parametrize("command, words", helpers.table(REFUSED))
-def test_what_a_program_cannot_take_gets_one_line(command, words, tmp_path, monkeypatch):
+def test_a_setting_that_a_program_cannot_take_is_refused_in_one_line(command, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program, *argv = command.split()
     helpers.refused(helpers.run(argv, program=program), words)
@@ -452,7 +452,7 @@ def test_what_a_program_cannot_take_gets_one_line(command, words, tmp_path, monk
 
 
 def python(code, errors="", **how):
-    """(exit code, standard error) of a process that runs this inside main_error."""
+    """(exit code, standard error) of a process that runs `code` inside main_error."""
     code = f"import sys\nfrom common import errors\nwith errors.main_error('p'{errors}): {code}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, **{"stderr": subprocess.PIPE, **how})
     return done.returncode, done.stderr
@@ -460,12 +460,12 @@ def python(code, errors="", **how):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_main_error_ends_with_exit_code_2_even_where_nothing_can_be_said(unbuffered):
+def test_main_error_exits_with_2_even_where_it_cannot_print(unbuffered):
     with open("/dev/full", "w") as full:
         env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
         assert python("raise errors.ConfigError('no')", stderr=full, env=env)[0] == 2
     bar = "__import__('tqdm').tqdm(total=1, disable=None).close(); raise errors.ConfigError('no')"
-    assert python(bar, stderr=None, preexec_fn=lambda: os.close(2))[0] == 2  # closed
+    assert python(bar, stderr=None, preexec_fn=lambda: os.close(2))[0] == 2  # standard error is closed
 
 
 @pytest.mark.parametrize("error, words", [
@@ -474,7 +474,7 @@ def test_main_error_ends_with_exit_code_2_even_where_nothing_can_be_said(unbuffe
     (MemoryError(), "choose smaller sizes"), (OverflowError("int too large"), "a number is too large (int too large)"),
     (RuntimeError("Storage size calculation overflowed"), "a number is too large"),
     (RuntimeError("Symlink loop from 'a'"), "Symlink loop from 'a'"), (KeyError("a\nb"), "p: error: 'a")])
-def test_what_a_user_can_mend_is_one_line(error, words, capsys):
+def test_an_error_that_a_user_can_fix_is_one_line(error, words, capsys):
     with pytest.raises(SystemExit, match="2"), errors.main_error("p", KeyError):
         raise error
     err = capsys.readouterr().err
@@ -488,17 +488,17 @@ def test_a_mistake_in_the_code_keeps_its_traceback(error):
         raise error
 
 
-def test_ctrl_c_is_a_line():
+def test_ctrl_c_prints_one_line():
     assert python("raise KeyboardInterrupt") == (130, "p: interrupted\n")
 
 
-def test_output_that_is_not_utf8(capfd):
+def test_output_is_escaped_where_it_is_not_utf8(capfd):
     said = python("print('\u00b1'); raise OSError('no \u00b1')", env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert said == (2, "p: error: no \\xb1\n") and capfd.readouterr().out == "\\xb1\n"
 
 
 @pytest.mark.parametrize("more, unbuffered", [("", ""), (", OSError", ""), ("", "1")])
-def test_a_reader_that_has_gone_is_no_stack(more, unbuffered):
+def test_a_closed_pipe_prints_no_traceback(more, unbuffered):
     def after(text):
         reads, writes = os.pipe()
         os.close(reads)
@@ -506,7 +506,7 @@ def test_a_reader_that_has_gone_is_no_stack(more, unbuffered):
             return python(text, more, stdout=nobody, env={**os.environ, "PYTHONUNBUFFERED": unbuffered})
 
     assert after("[print('a line') for i in range(100_000)]") == (130, "")
-    assert after("print('a line')") == (130 if unbuffered else 0, "")  # seen at the end, when all has been done
+    assert after("print('a line')") == (130 if unbuffered else 0, "")  # noticed only after all is done
     if not unbuffered:
         assert after("print('a line'); sys.exit(3)") == (3, "")
         assert after("print('a line'); raise errors.ConfigError('no')") == (2, "p: error: no\n")
@@ -553,8 +553,8 @@ for program in programs:
 
 @pytest.mark.parametrize("given, kept", [({}, ["3000", "1", None]), ({"GOMP_SPINCOUNT": "7"}, ["7", None, None]),
                                          ({"OMP_WAIT_POLICY": "active"}, [None, None, "active"])])
-def test_threads_do_not_spin_for_long_unless_someone_has_said_so(given, kept):
-    """Programs import this before PyTorch, whose thread library then reads the environment."""
+def test_threads_do_not_spin_for_long_unless_the_environment_says_so(given, kept):
+    """Programs import common.start before PyTorch, whose thread library then reads the environment."""
     names = "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY"
     code = f"import os, sys, common.start; print([os.environ.get(name) for name in {names}], 'torch' in sys.modules)"
     environment = {key: text for key, text in os.environ.items() if key not in names}
@@ -562,8 +562,8 @@ def test_threads_do_not_spin_for_long_unless_someone_has_said_so(given, kept):
     assert said == f"{kept} False\n"
 
 
-def test_programs_help_as_files_from_anywhere_and_as_modules(tmp_path):
-    """The interpreter puts a file's folder on the path, or the current one."""
+def test_programs_print_help_as_files_from_anywhere_and_as_modules(tmp_path):
+    """The interpreter puts the file's folder on sys.path, or for a module the current folder."""
     programs = [*(f"{ROOT}/{program}" for program in PROGRAMS), "-m experiments.objectives"]
     command = [sys.executable, "-c", HELP, ROOT, *programs]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -1,8 +1,9 @@
-"""The same tests for every operator and every family: a new one is tested by its row (OPERATORS, FAMILIES).
+"""The same tests for every operator: a new operator needs only its row in OPERATORS.
 
-Truths are computed in float64 from the same rounded arguments, so that the error is the operator's own. Tolerances are
-relative to the norm of the true result: 16 eps of the dtype used to compute, which is float32 also for 16-bit arguments
-(32 eps for matrix products, 64 for Mesa, which solves). A 16-bit result may also be off by half a unit.
+The truth is computed in float64 from the same rounded arguments, so that the error is the operator's own. Tolerances
+are relative to the norm of the true result: 16 eps of the dtype used to compute, which is float32 even for 16-bit
+arguments. Matrix products have 32 eps, and Mesa, which solves equations, has 64. A 16-bit result may also be off by
+half a unit.
 
     python -m pytest tests/test_conformance.py
 """
@@ -47,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("poison", "one_thread")
 
 
 def small(name, T=20, dtype=F32):
-    """(row, small arguments)."""
+    """(the operator's row, small arguments for it)."""
     row = OPERATORS[name]
     return row, cast(row, row.draw(T), dtype)
 
@@ -58,7 +59,7 @@ def equal(got, want):
 
 @pytest.fixture
 def short_chunks(monkeypatch):
-    """Chunks of 8 and 16 steps, so that short sequences cross their borders."""
+    """Shortens chunks to 8 and 16 steps, so that short sequences cross the borders of chunks."""
     monkeypatch.setattr(la, "GLA_CHUNK", 8)
     for module, name in ((la, "CHUNK"), (ops, "PIECE"), (ops, "WINDOW_QUERIES")):
         monkeypatch.setattr(module, name, 16)
@@ -72,9 +73,8 @@ SHORT = pytest.mark.usefixtures("short_chunks")
 @SHORT
 @EVERY
 @pytest.mark.parametrize("backend", ("", "torch"))
-def test_values_and_every_gradient(name, backend):
-    """For odd sizes and every dtype, with all optional arguments and with none, from the first step on and in reverse.
-    """
+def test_values_and_every_gradient_are_right(name, backend):
+    """At odd sizes, in every dtype, with all optional arguments and with none, forward and in reverse."""
     row = OPERATORS[name]
     beyond = {}
     exact = F32 if name in NATIVE and not backend else F64
@@ -101,8 +101,8 @@ def rounds_often(name, backend, dtype, sizes):
 
 
 @EVERY
-def test_every_choice_of_optional_arguments(name):
-    """Also with every choice of the results that the loss depends on."""
+def test_every_choice_of_optional_arguments_gives_right_results(name):
+    """Also for every choice of results that the loss depends on."""
     row, a = small(name, 35)
     beyond = {}
     for given in itertools.product((True, False), repeat=len(row.optional) + 1):
@@ -116,8 +116,8 @@ def test_every_choice_of_optional_arguments(name):
 @EVERY
 @pytest.mark.parametrize("backend", ("", "torch"))
 def test_pieces_with_the_state_carried_equal_the_whole(name, backend):
-    """Gradients too, and for kernels to the bit, since they do the same arithmetic at every step. Only the whole is
-    compared with the truth, with chunks as long as in training."""
+    """So do the gradients. Kernels give the same bits, since they do the same arithmetic at every step. Only the whole
+    is compared with the truth, with chunks as long as in training."""
     row = OPERATORS[name]
     a = cast(row, row.draw(100), F32 if name in NATIVE else F64)
     assert not wrong(name, a, backend)
@@ -141,7 +141,7 @@ def test_pieces_with_the_state_carried_equal_the_whole(name, backend):
     assert equal(given, {n: a[n] for n in given})
 
 
-LENGTHS = ((1, 1, 10, 3, 12, 13), (16, 16, 8), (39, 1))  # ends after one token, within a chunk, at its border
+LENGTHS = ((1, 1, 10, 3, 12, 13), (16, 16, 8), (39, 1))  # they end after one token, in a chunk, at its border
 
 
 def alone(f):
@@ -160,8 +160,8 @@ def alone(f):
 @SHORT
 @EVERY
 @pytest.mark.parametrize("backend", ("", "torch"))
-def test_packed_documents_are_those_read_alone(name, backend):
-    """Gradients too; and they are the same to the bit if the backward recomputes the forward, once or twice."""
+def test_packed_documents_give_what_each_gives_alone(name, backend):
+    """Gradients too, which stay the same to the bit if the backward recomputes the forward once or twice."""
     row = OPERATORS[name]
     starts = torch.zeros(3, 40, dtype=torch.bool)
     for b, lengths in enumerate(LENGTHS):
@@ -200,7 +200,7 @@ def test_autocast_rounds_what_a_row_says_and_never_float64(name, backend):
 
 @SHORT
 @EVERY
-def test_meta_tensors_have_shapes(name):
+def test_meta_tensors_get_the_right_shapes_and_dtypes(name):
     row, a = small(name)
     for given in (a, cast(row, a, BF16)):
         want = row.run(**given)
@@ -210,10 +210,10 @@ def test_meta_tensors_have_shapes(name):
 
 @SHORT
 @EVERY
-def test_plain_makes_one_operator_run_its_plain_body(name):
+def test_plain_makes_one_operator_run_in_pytorch(name):
     row, a = small(name, 40)
     fast, plain = (row.run(**a, backend=backend)["y"] for backend in ("", "torch"))
-    assert not torch.equal(fast, plain), "if both bodies round alike, this test cannot tell which one ran"
+    assert not torch.equal(fast, plain), "both implementations round alike, so this test cannot tell which one ran"
     with choose.plain(*(op for op in choose.BODIES if op != row.op)):
         assert torch.equal(row.run(**a)["y"], fast)
         with choose.plain(row.op):
@@ -231,13 +231,13 @@ def test_memory_grows_with_the_length_and_not_with_its_square(name):
         return sum(storages.values())
 
     assert kept(128, "") < 2.2 * kept(64, "")
-    if name not in ("attention", "window", "rms_norm", "conv"):  # they must not keep the state of every step
+    if name not in ("attention", "window", "rms_norm", "conv"):  # the rest must not keep the state of every step
         assert kept(48, "torch") < kept(32, "torch") * 2
 
 
 @SHORT
 @pytest.mark.parametrize("name", ("longhorn", "kda", "mesa", "wkv4"))
-def test_compiles_as_one_graph(name):
+def test_an_operator_compiles_as_one_graph(name):
     """With aot_eager, which is torch.compile without the minute of code generation."""
     row, a = small(name, 17 if name == "mesa" else 9, F32 if name in NATIVE else F64)
     torch._dynamo.reset()
@@ -249,8 +249,8 @@ def test_compiles_as_one_graph(name):
 
 @OF_KERNELS
 @pytest.mark.parametrize("dtype", (F32, BF16, F16))
-def test_views_equal_contiguous_to_the_bit(name, dtype):
-    """Views as arguments and as incoming gradients: y.sum() hands the backward an expanded one with stride 0."""
+def test_views_give_the_same_bits_as_contiguous_tensors(name, dtype):
+    """Arguments and incoming gradients are views: y.sum() hands the backward an expanded view with stride 0."""
     if name == "rms_norm" and dtype == F16:
         pytest.skip("PyTorch's")
     row = OPERATORS[name]
@@ -305,7 +305,7 @@ def test_torch_func_and_forward_mode_are_right(name):
 
 
 @OF_KERNELS
-def test_second_derivative_is_refused(name):
+def test_a_second_derivative_is_refused(name):
     row, a = small(name, 5)
     x = a["x"].requires_grad_()
     once = pytest.raises(RuntimeError, match=r"^\w+: the kernels are differentiable once: use [^\n]*$")
@@ -367,7 +367,7 @@ KINDS = {  # operator: {name: a function that changes the drawn arguments}
 
 @SHORT
 @pytest.mark.parametrize("name,kind", [(name, kind) for name, kinds in KINDS.items() for kind in kinds], ids=str)
-def test_extremes(name, kind):
+def test_extreme_arguments_give_right_results(name, kind):
     """Results and gradients are finite and right. In wkv4 the exponential of 100 has an error of 100 eps. If every step
     reflects along the same key, an error along that key never fades."""
     row = OPERATORS[name]
@@ -386,8 +386,8 @@ MORE = [dict(key=1e6), dict(logit=0.0), dict(value=1e-6), dict(key=1e6, logit=10
 @pytest.mark.parametrize("name,N,sizes", [
     *(("longhorn", N, sizes) for N in (1, 16) for sizes in SIZES + MORE),
     *((name, 8, sizes) for name in ("exact", "mamba", "mamba without softplus") for sizes in SIZES)], ids=str)
-def test_extremes_of_scans(name, N, sizes):
-    """Some cases are ill-conditioned (with N = 1 and a huge key, 1 - eps k^2 cancels), so that no float32 arithmetic is
+def test_scans_of_extreme_arguments_err_little_more_than_the_loop(name, N, sizes):
+    """Some cases are ill-conditioned: with N = 1 and a huge key, 1 - eps k^2 cancels, and no float32 arithmetic is
     exact. Kernels may err four times as much as the loop; with keys of 1e18 they only have to be finite."""
     row = OPERATORS[name]
     a = cast(row, row.draw(40, D=17, N=N, **sizes), F32)
@@ -404,8 +404,8 @@ def test_extremes_of_scans(name, N, sizes):
 @pytest.mark.filterwarnings("ignore")  # PyTorch warns about nested and sparse tensors
 @pytest.mark.parametrize("name", [name for name in OPERATORS if OPERATORS[name].op != "attention"])
 @pytest.mark.parametrize("backend", ("", "torch"))
-def test_an_argument_that_does_not_fit_is_refused_in_a_line(name, backend):
-    """Each argument with a wrong shape, dtype, device or type; the line says what is wrong."""
+def test_an_argument_that_does_not_fit_is_refused_in_one_line(name, backend):
+    """Each argument gets a wrong shape, dtype, device or type, and the line says what is wrong."""
     row, a = small(name)
     row.run(**a, backend=backend)  # arguments that passed once are not checked again
     for n, v in a.items():

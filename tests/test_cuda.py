@@ -1,7 +1,7 @@
 """The CUDA kernels without a GPU: run on a CPU by tools/cuda_shim.h, and compiled for GPUs where nvcc is found.
 
-They are compared as in test_conformance.py: with a float64 recurrence, every gradient, outputs filled with NaN, through
-longhorn_scan itself. A block's threads are fibers here; test_ptx.py finds missing barriers.
+They are called through longhorn_scan and compared as in test_conformance.py: with a float64 recurrence, for every
+gradient, in outputs filled with NaN. A block's threads are fibers here; test_ptx.py finds missing barriers.
 
     python -m pytest tests/test_cuda.py
 """
@@ -79,7 +79,7 @@ IN_SEGMENTS = [("longhorn", 2, F32, PAIRS, 2, 96, 64, 16), ("longhorn", 3, F32, 
 
 @pytest.mark.parametrize("update,segments,dtype,shape,B,T,D,N", [
     *((update, 1, *row) for update, rows in ROWS.items() for row in rows), *IN_SEGMENTS])
-def test_agrees_with_the_loop(shim, monkeypatch, update, segments, dtype, shape, B, T, D, N):
+def test_a_scan_agrees_with_the_loop(shim, monkeypatch, update, segments, dtype, shape, B, T, D, N):
     use(monkeypatch, shim(update.split()[0], dtype, *shape), segments)
     a = inputs(update, B, T, D, N, dtype=dtype)
     assert not wrong(update, a)
@@ -96,19 +96,19 @@ def test_the_forward_may_have_another_layout_than_the_backward(shim, monkeypatch
 
 
 def four_bytes_on(v):
-    """The same float32 numbers, four bytes behind an address that is aligned for fetching."""
+    """The same float32 numbers, four bytes after an address that is aligned for fetching."""
     return torch.nn.functional.pad(v, (1, 3))[..., 1:-3]
 
 
 @pytest.mark.parametrize("update", ("longhorn", "mamba"))
-def test_packed_sequences(shim, monkeypatch, update):
+def test_packed_sequences_agree_with_the_loop(shim, monkeypatch, update):
     use(monkeypatch, shim(update, F32, *PAIRS))
     a, cu = packed(update, [33, 0, 32, 1], 70, 16)
     assert not wrong(update, a, cu_seqlens=cu)
     assert not wrong(update, a, cu_seqlens=cu, reverse=True)
 
 
-def test_optional_arguments(shim, monkeypatch):
+def test_optional_arguments_may_be_absent(shim, monkeypatch):
     use(monkeypatch, shim("longhorn", F32, 4, 4))
     assert not wrong("longhorn", inputs("longhorn", 1, 35, 18, 16, without=("D", "z", "dt_bias", "h0")))
     assert not wrong("longhorn", inputs("longhorn", 1, 5, 18, 11, without=("h0", "D")), only="y")
@@ -141,7 +141,7 @@ SEGMENTS = ("segment_state_kernel", "combine_kernel", WHOLE[0], "segment_grad_ke
 @pytest.mark.parametrize("segments,T,D,N,without,odd,expected", [
     (1, 64, 128, 16, (), None, WHOLE), (1, 63, 64, 16, (), None, PLAIN), (1, 64, 63, 16, (), None, PLAIN),
     (1, 64, 64, 15, (), None, PLAIN), (1, 64, 64, 16, ("z",), None, PLAIN), (2, 64, 64, 16, (), None, SEGMENTS),
-    *((1, 32, 64, 16, (), name, PLAIN) for name in ("x", "dt", "z", "k", "q"))])  # rows too unaligned to be fetched
+    *((1, 32, 64, 16, (), name, PLAIN) for name in ("x", "dt", "z", "k", "q"))])  # rows not aligned for fetching
 def test_whole_chunks_blocks_and_a_gate_have_kernels_of_their_own(launched, shim, segments, T, D, N, without, odd,
                                                                   expected):
     names, a = launched(shim("longhorn", F32, *PAIRS), segments), inputs("longhorn", 1, T, D, N, without=without)
@@ -153,8 +153,8 @@ def test_whole_chunks_blocks_and_a_gate_have_kernels_of_their_own(launched, shim
         assert names[2] == "forward_kernel"
 
 
-def test_fetching_must_not_cost_shared_memory_that_is_not_there(launched, shim, monkeypatch):
-    """It must fit into a block, and two blocks must still fit a multiprocessor that holds two without fetching."""
+def test_rows_are_fetched_ahead_only_where_shared_memory_suffices(launched, shim, monkeypatch):
+    """The kernel must fit a block, and two blocks must still fit a multiprocessor that holds two without fetching."""
     module = shim("longhorn", F32, *PAIRS)
     names, (plain, fetching) = launched(module), (module.shared[kernels[1]] for kernels in (PLAIN, WHOLE))
     two = lambda size: 2 * (size + cuda.RESERVED)
@@ -167,7 +167,7 @@ def test_fetching_must_not_cost_shared_memory_that_is_not_there(launched, shim, 
 
 
 @pytest.mark.parametrize("place", ("forward waits", "backward waits"))
-def test_what_is_fetched_is_not_there_before_it_is_awaited(builds, monkeypatch, place):
+def test_fetched_rows_are_wrong_without_the_wait(builds, monkeypatch, place):
     """With the wait at this place in longhorn_scan.cu removed, a chunk's rows are read too early."""
     source = with_mistake(source_of("longhorn"), place, "if (false)")
     use(monkeypatch, load_shim(builds, "longhorn", BF16, *PAIRS, source=source))
@@ -176,14 +176,14 @@ def test_what_is_fetched_is_not_there_before_it_is_awaited(builds, monkeypatch, 
 
 @pytest.mark.parametrize("dtype,W,T,D", [
     (F32, 4, 65, 5), (BF16, 4, 62, 150), (F32, 4, 1, 66), (F32, 8, 133, 5), (F32, 8, 2, 5), (F16, 3, 130, 40)])
-def test_convolution(shim, monkeypatch, dtype, W, T, D):
+def test_the_convolution_and_its_gradients_are_right(shim, monkeypatch, dtype, W, T, D):
     use(monkeypatch, shim("conv", dtype, W, 1 if dtype == F32 else 2))
     assert not conv_wrong(dtype, W, 2, T, D)
     in_half = in_halves(OPERATORS["conv"].run, "x")
     assert D == 5 or not conv_wrong(dtype, W, 2, T, D, reverse=True, run=in_half)
 
 
-def test_convolution_of_nothing(shim, monkeypatch):
+def test_a_convolution_of_no_steps_is_empty(shim, monkeypatch):
     use(monkeypatch, shim("conv", F32, 4, 1))
     a = conv_inputs(2, 0, 10, 4)
     empty = graded(causal_conv1d, a)
@@ -191,8 +191,8 @@ def test_convolution_of_nothing(shim, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype,room", [(BF16, 10_016), (BF16, 0), (F16, 10_016), (F32, 0)])
-def test_loss(shim, monkeypatch, dtype, room):
-    """For rows that begin and end anywhere, and take one piece, one round of a block or several."""
+def test_the_loss_of_a_row_is_right_wherever_it_lies(shim, monkeypatch, dtype, room):
+    """Rows begin and end anywhere, and take one piece, one round of a block or several rounds."""
     use_alone(monkeypatch, shim("loss", dtype, room))
     for n, V in ((1, 1), (3, 2), (9, 15), (3, 64), (9, 301), (2, 2560), (3, 5003)):
         logits = (4 * torch.randn(n, V, generator=generator(V))).to(dtype)
@@ -205,8 +205,8 @@ def test_loss(shim, monkeypatch, dtype, room):
 
 
 @pytest.mark.parametrize("parts,n,columns", [(1, 1, 0), (12, 70, 1), (40, 64, 4), (0, 24, 3), (33, 31, 0)])
-def test_sums(shim, monkeypatch, parts, n, columns):
-    """With integers, whose sum is exact in any order, so that a part left out or added twice shows."""
+def test_sums_are_right(shim, monkeypatch, parts, n, columns):
+    """The parts are integers, whose sum is exact in any order: a part left out or added twice shows."""
     use_alone(monkeypatch, shim("sums", F32, build.BLOCK_SUMS))
     whole = lambda *shape: torch.randint(-9, 9, (parts, *shape), generator=generator()).float()
     given = [whole(columns or 3, n), whole(3 * n), None, whole(5, n), whole(2)]
@@ -217,7 +217,7 @@ def test_sums(shim, monkeypatch, parts, n, columns):
         assert a is None and got is None or torch.equal(got, a.sum(0).to(dtype))
 
 
-def test_loss_of_numbers_that_are_none(shim, monkeypatch):
+def test_the_loss_of_a_row_that_is_not_finite_is_nan(shim, monkeypatch):
     use_alone(monkeypatch, shim("loss", F32, 0))
     for odd, of in ((torch.nan, 1), (torch.inf, 1), (-torch.inf, 70)):
         logits = torch.zeros(2, 70)
@@ -226,7 +226,7 @@ def test_loss_of_numbers_that_are_none(shim, monkeypatch):
         assert logits[0].isnan().all() and log_p[0].isnan() and logits[1].isfinite().all() and log_p[1].isfinite()
 
 
-def test_loss_of_a_head(shim, monkeypatch):
+def test_the_loss_of_a_head_is_right(shim, monkeypatch):
     """With some targets left out, and without any rows."""
     x, weight = torch.randn(6, 4, generator=generator()), torch.randn(70, 4, generator=generator(1))
     targets = torch.tensor([3, -1, 0, 69, -1, 7])
@@ -249,7 +249,7 @@ def test_a_row_of_logits_is_kept_where_a_block_has_room_for_it(dtype, V, shared,
     assert kept == 0 or kept >= (V + 16 // dtype.itemsize - 1) // (16 // dtype.itemsize) * 16
 
 
-def test_what_a_driver_refuses_names_the_kernel(shim, monkeypatch):
+def test_a_refusal_by_the_driver_names_the_kernel(shim, monkeypatch):
     module = shim("longhorn", F32, 4, 4)
     use(monkeypatch, module)
     module.lib.shim_fail(719)
@@ -293,8 +293,8 @@ def report(folder, architecture, update, *key):
 
 
 def blocks_at_once(architecture, registers, shared):
-    """How many blocks of 128 threads fit a multiprocessor: each of its four schedulers has 16,384 registers and gives
-    each warp a multiple of 256. A block takes a kilobyte besides its shared memory."""
+    """The number of blocks of 128 threads that fit a multiprocessor. Each of its four schedulers has 16,384 registers
+    and gives each warp a multiple of 256. A block takes a kilobyte besides its shared memory."""
     room, most = ROOM[architecture]
     warps = 16384 // (-(-registers * 32 // 256) * 256)
     return 0 if shared > most else min(room // (shared + 1024), warps)
@@ -304,7 +304,7 @@ def blocks_at_once(architecture, registers, shared):
 @pytest.mark.parametrize("update,dtype,shape,architecture,blocks,whole", COMPILED)
 def test_compiled_kernels_fit_as_many_blocks_as_the_layout_counts_on(tmp_path, update, dtype, shape, architecture,
                                                                      blocks, whole):
-    """They also do not spill registers."""
+    """Nor do they spill registers."""
     P, L = shape
     cubin, registers, spills = report(tmp_path, architecture, update, dtype, *shape)
     facts = struct.pack("<5q", build.CHUNK, ctypes.sizeof(build.ScanArgs), 128, 2 * 128 // L, P * L)
@@ -356,7 +356,7 @@ def test_a_chosen_layout_can_be_launched(update, room):
 
 
 @pytest.mark.parametrize("name", CUDA_COMPILERS)
-def test_build_for_a_gpu_is_cached(tmp_path, monkeypatch, name):
+def test_a_build_for_a_gpu_is_cached(tmp_path, monkeypatch, name):
     monkeypatch.setenv("LONGHORN_CUDA_COMPILER", name)
     # nvcc compiles the scan above
     key, kernels = {"nvcc": (("conv", BF16, (4, 2)), cuda.CONV_KERNELS),
@@ -378,7 +378,7 @@ def test_a_compiler_that_refuses_is_quoted(tmp_path, monkeypatch, name):
     assert not list(tmp_path.glob("*.cubin"))
 
 
-def test_another_tuning_or_compiler_is_another_file(tmp_path, monkeypatch):
+def test_another_tuning_or_compiler_builds_another_file(tmp_path, monkeypatch):
     monkeypatch.setattr(cuda, "compile_kernels", lambda source, to, *rest: Path(to).touch())
     monkeypatch.setattr(cuda, "compiler_version", lambda compiler: "1")
     make = lambda kind="cubin": build.build_cuda("longhorn", BF16, PAIRS, "sm_90", ("nvcc", kind, "sm_90"),
@@ -416,16 +416,16 @@ def prepare(monkeypatch):
     return prepare
 
 
-def test_what_is_prepared_for_a_gpu(prepare):
+def test_a_call_on_an_h200_is_split_and_aligned(prepare):
     assert prepare(2, 32768, 1536) == (12, 16, 16, 2048)  # 3 * 132 // 24 segments of whole chunks
-    assert prepare(8, 4096, 1536)[:2] == (24, 1)  # the backward has 12 and 4
+    assert prepare(8, 4096, 1536)[:2] == (24, 1)  # the backward: 12 and 4
     for whole in (dict(gated=False), dict(rows=2), dict(update="exact")):
         assert prepare(2, 32768, 1536, **whole)[:3] == (24, 1, 1)
     assert prepare(2, 32768 - 1, 1536)[1] == prepare(2, 32768, 1536 - 8)[1] == 1
     assert prepare(4, 130, 300, None, W=4) == (2, 3, 4, None)
 
 
-def test_what_a_driver_does_not_load_is_built_in_another_way(tmp_path, monkeypatch):
+def test_a_kernel_that_the_driver_does_not_load_is_built_another_way(tmp_path, monkeypatch):
     """First nvcc's cubin, then NVRTC's, then PTX for an architecture that the compilers know. Kernels whose CHUNK
     differs from build.py's are refused: they would write outside their tensors."""
     monkeypatch.setattr(cuda, "nvcc", lambda: "nvcc")
@@ -457,7 +457,7 @@ def test_of_several_nvrtcs_pytorchs_own_version_is_taken(monkeypatch):
         assert cuda.nvrtc.__wrapped__().path == taken
 
 
-def test_without_any_cuda_compiler_it_is_said(monkeypatch, tmp_path):
+def test_without_a_cuda_compiler_the_refusal_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(cuda, "nvcc", lambda: None)
     monkeypatch.setattr(cuda, "nvrtc", lambda: None)
     with pytest.raises(OSError, match="no nvcc and no NVRTC found"):
@@ -467,20 +467,20 @@ def test_without_any_cuda_compiler_it_is_said(monkeypatch, tmp_path):
 H200, A100, RTX = (132, 228 << 10), (108, 164 << 10), (128, 100 << 10)  # multiprocessors, shared memory of each
 
 
-@pytest.mark.parametrize("B,T,splits,segments", [  # with 8 states per lane 12 blocks share a row, with 4 it is 24
+@pytest.mark.parametrize("B,T,splits,segments", [  # 12 blocks share a row if lanes hold 8 states, 24 if 4
     (64, 1024, 12, 1),  # the paper's setting
     (16, 4096, 12, 1),  # 192 blocks for 132 multiprocessors
-    (8, 4096, 12, 4),  # 96 blocks: 2.9 per multiprocessor, where three fit
+    (8, 4096, 12, 4),  # 96 blocks per segment: 2.9 per multiprocessor, where three fit
     (1, 65536, 12, 33),  # one long sequence: 12 blocks
     (1, 1024, 24, 8), (1, 200, 24, 1),  # short sequences are spread over lanes
     (16, 200, 24, 1), (22, 200, 12, 1)])  # 1.5 and 2 blocks per multiprocessor
-def test_the_layout_on_an_h200(prepare, B, T, splits, segments):
+def test_the_layout_fills_an_h200(prepare, B, T, splits, segments):
     assert prepare(B, T, 1536, backward=True)[:2] == (splits, segments)
 
 
 @pytest.mark.parametrize("gpu,update,N,most", [(RTX, "longhorn", 256, 128), (RTX, "exact", 129, 128),
                                                (A100, "mamba", 256, 128), (H200, "mamba", 257, 256)])
-def test_what_fits_no_gpu_block_is_refused_with_the_limit(gpu, update, N, most):
+def test_a_state_that_fits_no_block_is_refused_with_the_limit(gpu, update, N, most):
     with pytest.raises(ValueError, match=rf"{gpu[1] >> 10} KB .* {update} take up to {most} states per channel, got "
                                          rf"{N}: use backend='torch'$"):
         launch.cuda_shape(update, 64, 1024, 1536, N, *gpu)
@@ -488,7 +488,7 @@ def test_what_fits_no_gpu_block_is_refused_with_the_limit(gpu, update, N, most):
 
 @pytest.mark.parametrize("update", ("longhorn", "mamba"))
 def test_once_split_T_fills_the_gpu(update):
-    """There are as many blocks as the GPU runs at once in the backward, or fewer by less than one segment's."""
+    """There are as many blocks as the GPU runs at once in the backward, less at most one segment's."""
     for (gpu, least), blocks, dtype in itertools.product(((H200, 3), (A100, 2)), range(1, 200), (F32, BF16)):
         segments = launch.cuda_segments(update, dtype, PAIRS, blocks, 1 << 20, *gpu)
         least = 2 if update == "mamba" or dtype == F32 else least
@@ -498,13 +498,13 @@ def test_once_split_T_fills_the_gpu(update):
         if segments > 1:
             assert least * gpu[0] - blocks < blocks * segments <= least * gpu[0]
     states = [launch.cuda_shape(update, 64, 1024, 1536, N, *RTX)[0] for N in (32, 64)]
-    # four where two blocks then fit, or one that fetches rows ahead: Mamba's with eight would take 102,592 bytes
+    # four states per lane where only then two blocks fit, or one that fetches: Mamba's with eight takes 102,592 bytes
     assert states == ([8, 4] if update == "mamba" else [4, 8])
 
 
 def test_the_choice_to_split_can_be_tuned(prepare, monkeypatch):
     monkeypatch.setenv("LONGHORN_CUDA_DEFINES", "P=4 SPLIT_BELOW=3 FILL=12 STAGES=4")
-    assert prepare(16, 4096, 1536)[:2] == (24, 4)  # 12 and 1 without, 24 and 1 without FILL
+    assert prepare(16, 4096, 1536)[:2] == (24, 4)  # untuned 12 and 1, without FILL 24 and 1
     assert cuda.defines("longhorn", BF16, *PAIRS)[4:] == ["-DSTAGES=4"]  # the compiler gets only its own settings
 
 
@@ -516,7 +516,7 @@ def test_segments_cover_T_in_whole_chunks(T):
 
 
 def gpu_failures(update, a, **kw):
-    """Where the kernels are wrong, with the truth computed on the GPU too."""
+    """{name: error} of the kernels' wrong results; the truth is computed on the GPU too."""
     fast, slow = ((lambda f=f, **a: f(**a, **kw).values()) for f in (OPERATORS[update].run, OPERATORS[update].true))
     a = {n: v.cuda() for n, v in a.items()}
     got = values_and_gradients(functools.partial(fast, backend="cuda"), a)
@@ -571,8 +571,8 @@ def test_gpu_graph_replays():
 
 @on_gpu
 def test_gpu_more_than_two_to_the_31_elements(monkeypatch):
-    """The last row of a batch with more than 2^31 elements per tensor gives the same results and gradients as that row
-    alone, with the kernels that fetch ahead."""
+    """With more than 2^31 elements per tensor, the last row of a batch gives the same results and gradients as that row
+    alone. The kernels fetch ahead."""
     monkeypatch.setattr(launch, "cuda_segments", lambda *_: 1)  # a single row would be split and round differently
     B, T, D, N = 33, 65536, 1024, 16
     if torch.cuda.mem_get_info()[0] < 100 * 2**30:  # free memory: other tests may use the GPU too

@@ -74,8 +74,8 @@ def edit_meta(folder, **changes):
 
 @quick
 @given(n=st.integers(1, 200), per_step=st.integers(1, 40), seed=st.integers(0, 2**31), step=st.integers(0, 2**33))
-def test_the_order_is_the_one_that_past_runs_saw(n, per_step, seed, step):
-    """Permutations follow one another. With another order, every checkpoint would resume in the wrong place."""
+def test_the_order_of_windows_is_that_of_past_runs(n, per_step, seed, step):
+    """One permutation of all windows follows another. In any other order every checkpoint would resume wrongly."""
     wanted = []
     for i in range(step * per_step, (step + 1) * per_step):
         wanted.append(np.random.default_rng([seed, i // n]).permutation(n)[i % n])
@@ -85,8 +85,9 @@ def test_the_order_is_the_one_that_past_runs_saw(n, per_step, seed, step):
     assert (step_windows(70_000, 70_000, 1, 3) == np.random.default_rng([1, 3]).permutation(70_000)).all()
 
 
-def test_documents_of_the_validation_split(tmp_path):
-    """As meta.json lists them, or behind each separator; eight equal parts where there are fewer, and at most 64."""
+def test_documents_of_the_validation_split_are_found(tmp_path):
+    """They start where meta.json says, or after each separator. Eight equal parts replace fewer than eight documents,
+    and at most 64 are used."""
     def starts(lengths, **meta):
         val = np.concatenate([[97] * (n - 1) + [0] for n in lengths])
         write_folder(tmp_path, val=val, **{"tokenizer": "bytes", **meta})
@@ -124,7 +125,7 @@ def token_data(folder, batch_tokens=192):
 
 
 @pytest.mark.parametrize("processes, micro, step", [(1, 5, 0), (2, 4, 3), (3, 9, 61)])
-def test_a_step_is_the_same_however_it_is_shared_and_cut(folder_1000, processes, micro, step):
+def test_a_step_is_the_same_for_any_processes_and_micro_batches(folder_1000, processes, micro, step):
     """Its windows are in order, rank after rank; a window is 16 tokens and their successors."""
     data = token_data(folder_1000)
     rows = []
@@ -144,14 +145,14 @@ def test_eval_batches_hold_each_window_once(folder_1000, processes, batch, block
     data, windows = token_data(folder_1000), eval_windows(200, block, limit)
     for rank in range(processes):
         batches = list(data.eval_batches(windows, rank, processes, batch))
-        assert all(len(x) == batch for x, _ in batches[:-2])  # the rest of the whole windows, and a shorter one
+        assert all(len(x) == batch for x, _ in batches[:-2])  # then come the last whole windows and a shorter one
         rows = [[*x.tolist(), y[-1].item()] for xs, ys in batches for x, y in zip(xs, ys, strict=True)]
         assert rows == [data.tokens.val[s : s + n + 1].tolist() for s, n in windows[rank::processes]]
 
 
 # ---- a prepared folder, opened
 
-def test_open_a_folder(tmp_path, monkeypatch):
+def test_a_folder_is_found_and_opened(tmp_path, monkeypatch):
     folder = write_folder(tmp_path)
     (tmp_path.parent / "raw").mkdir()  # somebody's files
     (tmp_path / "data/raw").mkdir(parents=True)
@@ -175,7 +176,7 @@ def test_open_a_folder(tmp_path, monkeypatch):
     assert Tokens(folder).bytes_per_token == 4.3
 
 
-FILES = [  # a file of a folder of 1,000 and 120 tokens, what becomes of it, words of the line
+FILES = [  # a file of a folder of 1,000 and 120 tokens, how it changes, words of the refusal
     ("train.bin", lambda old: old[:-1], "truncated: 1,999 bytes, but meta.json says 2,000"),
     ("train.bin", lambda old: old + b"xx", "longer than recorded: 2,002"),
     ("train.bin", lambda old: b"\0\1" + old[2:], "train.bin holds token id 256, outside its vocabulary of 256"),
@@ -196,7 +197,7 @@ def test_a_changed_file_is_refused(tmp_path, name, change, words):
     rejected(lambda: Tokens(tmp_path), words, f"python {tmp_path}/prepare.py")
 
 
-# A folder, what a model asks of it, words of the line.
+# A folder, what a model asks of it, words of the refusal.
 UNUSABLE = """
 set      {"block_size": 120}   val.bin has 120 tokens, and a window of block_size + 1 needs 121
 set      {"block_size": 1000}  train.bin has 1,000 tokens
@@ -215,7 +216,7 @@ def test_a_folder_that_a_model_cannot_use_is_refused(tmp_path, monkeypatch, name
     rejected(lambda: Tokens(prepared.find_dataset(name), **json.loads(how)), words)
 
 
-def test_what_cannot_be_divided_is_refused(tmp_path, folder_1000):
+def test_sizes_that_cannot_be_divided_are_refused(tmp_path, folder_1000):
     rejected(lambda: write_folder(tmp_path, val=[]), "val.bin has 0 tokens")
     assert not (tmp_path / "meta.json").exists()
     rejected(lambda: step_windows(0, 4, 0, 0), "0 windows")
@@ -227,13 +228,13 @@ def test_what_cannot_be_divided_is_refused(tmp_path, folder_1000):
 
 
 @pytest.mark.parametrize("wrong", [{"vocab_size": "256"}, {"splits": {}}])
-def test_fields_of_other_types_with_the_right_checksum(tmp_path, wrong):
+def test_fields_of_wrong_types_are_refused_despite_the_right_checksum(tmp_path, wrong):
     edit_meta(write_folder(tmp_path), **wrong)
     with pytest.raises(ConfigError, match=f"^the fields of {tmp_path}/meta.json (lack|are damaged)"):
         Tokens(tmp_path)
 
 
-def test_shards_are_one_array(tmp_path, monkeypatch):
+def test_shards_read_as_one_array(tmp_path, monkeypatch):
     """Slices lie within a file, start at its first token or end at its last, span two files or all, or go beyond the
     end. Few files are open at once."""
     monkeypatch.setattr(shards, "opened", functools.lru_cache(9)(shards.opened.__wrapped__))
@@ -251,9 +252,8 @@ def test_shards_are_one_array(tmp_path, monkeypatch):
     assert len(kept) == 60 and len(os.listdir("/dev/fd")) - before <= 9
 
 
-def test_ids_outside_the_vocabulary_of_a_longer_split(tmp_path, monkeypatch):
-    """We check samples, with the first and last tokens, and the largest id that prepare.py recorded, which read all
-    tokens."""
+def test_ids_outside_the_vocabulary_are_found_in_a_longer_split(tmp_path, monkeypatch):
+    """Opening a folder checks samples, the first and last tokens, and the largest id that prepare.py recorded."""
     write_folder(tmp_path, train=50_000, vocab_size=100)
     for name, value in (("FULL_CHECK_TOKENS", 10_000), ("SPOT_CHECKS", 5), ("SPOT_TOKENS", 10)):
         monkeypatch.setattr(prepared, name, value)
@@ -305,7 +305,7 @@ def shuffled(names):
 
 
 def split_of(sizes, fraction, shortest=0):
-    """(names that are held out, the others) of {name: bytes}, in order."""
+    """(names held out, other names) of {name: bytes}, in order."""
     wanted, val, train = fraction * sum(sizes.values()), [], []
     for name in shuffled(sizes):
         open_yet = sum(sizes[held] for held in val) < wanted
@@ -316,7 +316,7 @@ def split_of(sizes, fraction, shortest=0):
 @pytest.fixture
 def library(tmp_path, monkeypatch):
     """A folder of source files like a standard library's, one of them large, with files that must be skipped."""
-    monkeypatch.setattr(pystdlib, "xz9_bits_per_byte", lambda files: 1.5)  # which takes hundreds of megabytes
+    monkeypatch.setattr(pystdlib, "xz9_bits_per_byte", lambda files: 1.5)  # it takes hundreds of megabytes
     files = {f"package{i % 7}/module{i}.py": f"# module {i}\n" + f"x{i} = {i}\n" * 40 for i in range(60)}
     large = shuffled(f"generated{i}.py" for i in range(1000))[0]  # comes first, too large to hold out
     write_files(tmp_path / "lib", {
@@ -328,7 +328,7 @@ def library(tmp_path, monkeypatch):
 
 
 def text_of(*splits):
-    """The bytes of splits, for the tokenizer of bytes."""
+    """The text of splits whose tokens are bytes."""
     return b"".join(tokens[:].astype(np.uint8).tobytes() for tokens in splits)
 
 
@@ -348,7 +348,7 @@ def test_pystdlib_splits_by_file(library, tmp_path):
 
 def test_pystdlib_knows_when_it_is_done(library, tmp_path):
     def made(fraction=0.2, **how):
-        """Whether anything is written."""
+        """True if it writes a file."""
         before = {path: path.stat().st_ino for path in (tmp_path / "a").glob("*.bin")}
         pystdlib.prepare(tmp_path / "a", stdlib=library, val_fraction=fraction, **how)
         return before != {path: path.stat().st_ino for path in (tmp_path / "a").glob("*.bin")}
@@ -371,13 +371,13 @@ NO_LIBRARY = """
 
 
 @pytest.mark.parametrize("how, words", table(NO_LIBRARY))
-def test_what_pystdlib_refuses(library, tmp_path, how, words):
+def test_pystdlib_refuses_wrong_settings(library, tmp_path, how, words):
     how = {"stdlib": library, "val_fraction": 0.1, **json.loads(how)}
     rejected(lambda: pystdlib.prepare(tmp_path / "x", **how), words)
     assert not (tmp_path / "x/meta.json").exists()
 
 
-def test_pystdlib_as_tokens_learned_from_its_training_files(library, tmp_path):
+def test_pystdlib_learns_tokens_from_its_training_files(library, tmp_path):
     prepare = functools.partial(pystdlib.prepare, stdlib=library, val_fraction=0.2)
     (library / "package3/module17.py").write_text("# naïve\n" * 40, encoding="utf-8")  # held out
     tokens, whole = prepare(tmp_path / "a", tokenizer="bpe:300"), prepare(tmp_path / "bytes")
@@ -398,13 +398,13 @@ def test_pystdlib_as_tokens_learned_from_its_training_files(library, tmp_path):
 
 
 def test_packages_are_whole_documents_in_one_split(tmp_path, monkeypatch):
-    """One package is as large as may be, `over` is a byte too large to be one, and the documents in it are then its
-    files and folders. Modules with their zero are as long as LONG, and so not held out."""
+    """`most` is as large as a package may be. `just` is a byte too large and `over` far too large, so that their files
+    and folders are the documents. Modules with their zero are as long as LONG, and so not held out."""
     packages = {f"{above}package{i}/": [f"{above}package{i}/{name}.py" for name in ("a", "b", "inner/c")]
                 for i in range(12) for above in ("", "over/")}
     packages |= {"most/": ["most/a.py", "most/b.py"], "just/a.py": ["just/a.py"], "just/b.py": ["just/b.py"]}
     packages |= {f"module{i}.py": [f"module{i}.py"] for i in range(40)}
-    sizes = {"most/a.py": 1499, "most/b.py": 1499, "just/a.py": 1499, "just/b.py": 1500}  # a byte more ends each
+    sizes = {"most/a.py": 1499, "most/b.py": 1499, "just/a.py": 1499, "just/b.py": 1500}  # a zero ends each
     content = {}
     for name, files in packages.items():
         for i, file in enumerate(files):
@@ -423,13 +423,13 @@ def test_packages_are_whole_documents_in_one_split(tmp_path, monkeypatch):
     assert i == len(val) - 1 and "documents" not in prepare().meta  # another recipe
 
 
-def test_the_standard_library_itself(tmp_path):
-    """The embedded default, as a user runs it: seconds, two lines, and the sizes that the README speaks of."""
+def test_the_standard_library_is_prepared_in_seconds(tmp_path):
+    """Prepares the default data set as a user does, in seconds, and checks its sizes."""
     done = run_python("data/pystdlib/prepare.py", "--out", tmp_path)
     assert done.returncode == 0 and not done.stderr, done
     tokens = Tokens(tmp_path, vocab_size=256, block_size=1024)
     total = len(tokens.train) + len(tokens.val)
-    assert total > 8_000_000 and 0.018 < len(tokens.val) / total < 0.022  # Debian's Python has 11 MB, others 30
+    assert total > 8_000_000 and 0.018 < len(tokens.val) / total < 0.022  # Debian's Python has 11 MB, others have 30
     xz = lzma.compress(text_of(tokens.val), preset=9)  # the bytes, not the uint16 of the file
     bits = 8 * len(xz) / len(tokens.val)
     assert tokens.meta["xz9_bits_per_byte"] == pytest.approx(bits, rel=1e-4) and f"needs {bits:.3f} bits" in done.stdout
@@ -446,7 +446,7 @@ def nanogpt(folder, train=(5, 50_256, 7), dtype=np.uint16):
     return folder
 
 
-def test_adopt_nanogpts_files(tmp_path):
+def test_files_of_nanogpt_are_adopted(tmp_path):
     folder = nanogpt(tmp_path / "owt")
     rejected(lambda: adopt(folder), "meta.pkl has no vocabulary", "os.system", "--vocab_size")
     adopt(folder, tokenizer="gpt2", bytes_per_token=4.5)
@@ -463,7 +463,7 @@ def test_adopted_tokens_are_those_of_the_files(tmp_path, vocab_size, given):
     assert tokens.train.tolist() == train and tokens.meta["splits"]["train"]["max_token"] == vocab_size - 1
 
 
-def test_adopt_nanogpts_characters(tmp_path):
+def test_characters_of_nanogpt_are_adopted(tmp_path):
     """meta.pkl is read without running what it names; files of numpy.save are copied."""
     folder = nanogpt(tmp_path / "play", [1, 2, 0])
     (folder / "meta.pkl").write_bytes(pickle.dumps({"stoi": {"\n": 1, "é": 2}}))
@@ -480,7 +480,7 @@ def test_adopt_nanogpts_characters(tmp_path):
 
 
 @pytest.mark.parametrize("magic, dtype", [(20240520, np.uint16), (20240801, np.uint32)])
-def test_adopt_llm_cs_files(tmp_path, magic, dtype):
+def test_files_of_llm_c_are_adopted(tmp_path, magic, dtype):
     """They are read in the order of their names; a number of tokens that differs from the header is refused."""
     def write(name, ids, count):
         header = np.zeros(256, np.int32)
@@ -496,7 +496,7 @@ def test_adopt_llm_cs_files(tmp_path, magic, dtype):
     assert tokens.train.tolist() == [5, 6, 7] and tokens.val.tolist() == [8, 9]
 
 
-# The first ids of train.bin, which holds them 41 times, and their dtype; arguments; words of the line.
+# The first ids of train.bin, which holds them 41 times, and their dtype; arguments; words of the refusal.
 NOT_ADOPTED = """
 [5]                   uint16  {"vocab_size": 5}       train.bin holds token id 5 as uint16, outside a vocabulary of 5
 [5]                   uint16  {"vocab_size": 70000}   train.bin is 82 bytes, not a whole number of uint32
@@ -511,7 +511,7 @@ null                  uint16  {"vocab_size": 9}       train.bin is missing
 
 
 @pytest.mark.parametrize("train, dtype, how, words", table(NOT_ADOPTED))
-def test_what_is_not_adopted(tmp_path, train, dtype, how, words):
+def test_damaged_or_doubtful_files_are_not_adopted(tmp_path, train, dtype, how, words):
     ids = json.loads(train)
     folder = nanogpt(tmp_path / "set", (ids or []) * 41, dtype)
     if ids is None:
@@ -522,8 +522,8 @@ def test_what_is_not_adopted(tmp_path, train, dtype, how, words):
 
 # ---- shakespeare_char
 
-def test_shakespeare(tmp_path, monkeypatch):
-    """Of a text that is known by its sha256, downloaded once."""
+def test_shakespeare_is_prepared_from_a_download_or_a_file(tmp_path, monkeypatch):
+    """The text is known by its sha256 and downloaded once."""
     text = "To be, or not to be, that is the question\n" * 9
     prepare = functools.partial(shakespeare.prepare, tmp_path / "out")
     monkeypatch.setattr(shakespeare, "download", lambda: b"<html>not found</html>")
@@ -541,7 +541,7 @@ def test_shakespeare(tmp_path, monkeypatch):
     assert prepare().sha256 == own.sha256 == tokens.sha256 and own.meta["recipe"]["source"] == f"{tmp_path}/input.txt"
 
 
-def test_no_network_for_shakespeare():
+def test_shakespeare_without_a_network_is_refused_in_one_line():
     rejected(lambda: shakespeare.download("http://127.0.0.1:9/input.txt"), "cannot download", "--file")
 
 
@@ -549,7 +549,7 @@ def test_no_network_for_shakespeare():
 
 @pytest.fixture
 def small_units(monkeypatch, tmp_path):
-    """Shards of 300 tokens, batches of 300 characters, every file a unit; the cache of the datasets package here."""
+    """Sets shards of 300 tokens, batches of 300 characters, a unit per file, and a cache here for `datasets`."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     for name in "SHARD_TOKENS", "BATCH_CHARS":
         monkeypatch.setattr(any_tokens, name, 300)
@@ -564,7 +564,7 @@ def prepare(tmp_path):
 
 
 def test_any_files_become_shards(small_units, tmp_path, prepare):
-    """The shards hold each document's tokens in order; a text is one document."""
+    """The shards hold each document's tokens in order; a text file is one document."""
     texts = ["half a character \ud83d, a zero \0", *documents(149), "one text\n" * 100 + "the end"]
     units = [texts[:40], texts[40:80], texts[80:120], texts[120:150], texts[150:]]
     folder = tmp_path / "files"
@@ -591,7 +591,7 @@ def test_any_files_become_shards(small_units, tmp_path, prepare):
     assert text.encode_after("w", "ord") == text.encode_ordinary("ord")  # although "word" is one token
 
 
-def test_each_shard_is_watched(small_units, tmp_path, prepare):
+def test_a_change_of_any_shard_is_noticed(small_units, tmp_path, prepare):
     prepare(files=[write_jsonl(tmp_path / "a.jsonl", documents(200))])
     data = token_data(tmp_path / "out")
     first, second = tmp_path / "out/00000.train.bin", tmp_path / "out/00001.train.bin"
@@ -610,9 +610,9 @@ def test_each_shard_is_watched(small_units, tmp_path, prepare):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])
-def test_tokens_go_on_after_kill_9(small_units, tmp_path, prepare, kind):
-    """It is killed before the renames of a shard's files and of plan.json; at the end the disk has lost a shard. There
-    are two texts, the second of which is divided."""
+def test_preparing_tokens_goes_on_after_kill_9(small_units, tmp_path, prepare, kind):
+    """Kills it before the renames of a shard's files and of plan.json; at the end the disk has lost a shard. The second
+    of two texts is divided."""
     out, files = tmp_path / "out", [tmp_path / f"{name}.{kind}" for name in "ab"]
     for path, texts in zip(files, (documents(10), documents(80)), strict=True):
         write_jsonl(path, texts) if kind == "jsonl" else path.write_text("".join(texts), encoding="utf-8")
@@ -633,7 +633,7 @@ def test_tokens_go_on_after_kill_9(small_units, tmp_path, prepare, kind):
     assert (out / "00000.train.bin").stat().st_mtime_ns == first  # a finished shard is not made again
 
 
-def test_a_data_set_of_the_hub(small_units, tmp_path, prepare):
+def test_a_data_set_of_the_hub_is_streamed_in_order(small_units, tmp_path, prepare):
     """It is streamed shard by shard, with its own validation split, and its documents stay in order."""
     (tmp_path / "hub").mkdir()
     texts = documents(80)
@@ -644,18 +644,18 @@ def test_a_data_set_of_the_hub(small_units, tmp_path, prepare):
     assert tokens.meta["splits"]["val"]["documents"] == 10
 
 
-def test_characters(small_units, tmp_path, prepare):
+def test_characters_become_tokens(small_units, tmp_path, prepare):
     write_files(tmp_path, {"b.txt": "cab" * 150})  # in two pieces
     source = [write_jsonl(tmp_path / "a.jsonl", ["über", "abc", None]), tmp_path / "b.txt"]
     tokens = prepare(files=source, tokenizer="chars", shuffle=2357)
     assert tokens.meta["table"] == "\0abcerü" and tokens.vocab_size == 7
     ids = [*tokens.train[:], *tokens.val[:]]
     assert len(ids) == 4 + 3 + 450 + 3 and ids.count(0) == 3
-    assert (Text("char", "a\n\0").eot_token, Text("char", "ab\n").eot_token) == (2, 2)  # the zero before the line feed
+    assert (Text("char", "a\n\0").eot_token, Text("char", "ab\n").eot_token) == (2, 2)  # the zero, else the line feed
 
 
-def test_tiktokens_own_files(tmp_path):
-    """tiktoken knows their sha256."""
+def test_files_of_tiktoken_are_read(tmp_path):
+    """tiktoken checks their sha256."""
     ranks = Text("gpt2", vocab=VOCAB).encoding._mergeable_ranks
     lines = [base64.b64encode(token) + b" %d\n" % ranks[token] for token in sorted(ranks, key=ranks.get)]
     (tmp_path / "r50k_base.tiktoken").write_bytes(b"".join(lines))
@@ -664,17 +664,17 @@ def test_tiktokens_own_files(tmp_path):
     assert text.encode("<|endoftext|>") == [50256] and 50256 not in text.encode_ordinary("<|endoftext|>")
 
 
-# ---- data/tokens: what people bring
+# ---- data/tokens: files that people bring
 
 def read(*paths, **how):
-    """The text of all documents, with a zero behind each."""
+    """The text of all documents, with a zero after each."""
     reading = sources.Reading(**how)
     items = [item for unit in sources.local_units(paths, reading) for item in sources.documents(unit, reading)]
     return "".join(text + "\0" * end for _, text, end in items)
 
 
 @pytest.mark.parametrize("texts, fraction, held_out", [
-    (["to be or not to be\n"] * 15, 0.2, 57),  # seven of which would be held out by their hash
+    (["to be or not to be\n"] * 15, 0.2, 57),  # their hashes would hold out seven
     (["one " * 30 + "\n", "two " * 30, "three " * 90], None, 78),
     (["word " * 200, "x"], 0.5, 500),
     (["x" * 1000], 0.3, 300),
@@ -695,7 +695,7 @@ def test_few_documents_are_divided(small_units, tmp_path, prepare, monkeypatch, 
 
 
 def test_files_named_val_are_held_out(small_units, tmp_path, prepare, capsys):
-    """Unless files of other names are beside them, as in code. Empty documents are counted."""
+    """Files with other names beside them, as in code, prevent this. Empty documents are counted."""
     lines = '{"text": "one"}\n{"text": null}\n{"text": ""}\n'
     write_files(tmp_path / "in", {
         "train.txt": "two", "train-0.jsonl": lines, "Val/a.txt": "3", "w.dev.txt": "4"})
@@ -709,7 +709,7 @@ def test_files_named_val_are_held_out(small_units, tmp_path, prepare, capsys):
     assert "for their names" not in capsys.readouterr().err
 
 
-def test_which_files_are_held_out_is_part_of_the_inputs(tmp_path, prepare):
+def test_the_choice_of_files_held_out_is_part_of_the_inputs(tmp_path, prepare):
     write_files(tmp_path / "in", {"test/a.txt": "held out", "train/a.txt": "read"})
     assert text_of(prepare(files=[tmp_path / "in"]).val) == b"held out\0"
     (tmp_path / "in/train").rename(tmp_path / "in/val")
@@ -717,15 +717,15 @@ def test_which_files_are_held_out_is_part_of_the_inputs(tmp_path, prepare):
     rejected(lambda: prepare(files=[tmp_path / "in"]), "from other inputs")
 
 
-def test_a_separator_that_is_missing_is_said(tmp_path, prepare, capsys):
+def test_a_separator_that_is_missing_or_not_given_is_reported(tmp_path, prepare, capsys):
     write_files(tmp_path / "in", {"train.txt": "a<|endoftext|>b", "test.txt": "c"})
     rejected(lambda: prepare(files=[tmp_path / "in"], separator="<none>"), "is in none of the files")
     prepare(files=[tmp_path / "in"])
     assert "<|endoftext|> occurs in the text 1 times" in capsys.readouterr().err
 
 
-def test_a_folder_is_read_through(tmp_path, prepare, capsys):
-    """Links are followed once, endings count in any case, and what is left out is counted."""
+def test_a_folder_is_read_with_its_subfolders(tmp_path, prepare, capsys):
+    """Links are followed once, endings match in upper and lower case, and files left out are counted."""
     corpus = tmp_path / "corpus"
     odd = os.fsdecode(b"\xff.txt") if sys.platform == "linux" else "\U0010ffff.txt"  # which sorts last
     write_files(corpus, {
@@ -749,7 +749,7 @@ def test_a_folder_is_read_through(tmp_path, prepare, capsys):
 
 
 @pytest.mark.parametrize("codec", ["utf-8", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
-def test_a_byte_order_mark_decides(small_units, tmp_path, codec):
+def test_a_byte_order_mark_decides_the_encoding(small_units, tmp_path, codec):
     greek = "αβγ, ünï 🙂\n" * 9
     (tmp_path / "a.txt").write_bytes(("\ufeff" + greek).encode(codec))
     assert read(tmp_path / "a.txt") == greek + "\0"
@@ -770,8 +770,8 @@ a                     base64   --encoding=base64 is unknown
 
 
 @pytest.mark.parametrize("content, encoding, text", table(ENCODINGS))
-def test_encodings(tmp_path, monkeypatch, content, encoding, text):
-    """Files in UTF-8 are read as UTF-8, whatever the encoding of the others."""
+def test_files_are_decoded_or_refused(tmp_path, monkeypatch, content, encoding, text):
+    """A file in UTF-8 is read as UTF-8 even if --encoding names another encoding."""
     monkeypatch.setattr(sources, "PIECE_CHARS", 5)
     (tmp_path / "a.txt").write_bytes(content.encode("latin-1"))
     decoded = lambda: read(tmp_path / "a.txt", encoding=None if encoding == "none" else encoding)
@@ -784,9 +784,9 @@ def test_encodings(tmp_path, monkeypatch, content, encoding, text):
 @pytest.mark.parametrize("most", [5, 64, 10**6])
 @pytest.mark.parametrize("separator, between", [("<|endoftext|>", "\n<|endoftext|>\n"), (r"\n\n", "\n\n\n"),
                                                 (r"\n\n", "\r\n\r\n"), ("\n--\n", "\r\n\n--\n"), (r"\t|\t", "\t|\t")])
-def test_documents_between_separators(tmp_path, monkeypatch, separator, between, most):
-    """It does not matter how the file is cut into parts. Empty documents, and line breaks beside a separator, leave
-    nothing."""
+def test_separators_divide_a_file_into_documents(tmp_path, monkeypatch, separator, between, most):
+    """It does not matter how the file is cut into parts. Empty documents and line breaks beside a separator are
+    dropped."""
     monkeypatch.setattr(sources, "PIECE_CHARS", most)
     texts = [text.strip().replace("<|endoftext|>", "") for text in documents(60)] + ["x" * 99]
     (tmp_path / "a.txt").write_text(between + between.join(texts) + between, encoding="utf-8")
@@ -794,14 +794,14 @@ def test_documents_between_separators(tmp_path, monkeypatch, separator, between,
 
 
 def metaspace(folder, **special):
-    """A tokenizer like Mistral's, which begins each text with a blank, with dropout and unusual special tokens."""
+    """A tokenizer like Mistral's: it begins each text with a blank, and has dropout and unusual special tokens."""
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="[UNK]", dropout=special.get("dropout")))
     bpe.normalizer = tokenizers.normalizers.Sequence([
         tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁"),
         *([tokenizers.normalizers.Lowercase()] if special.get("lower") else [])])
     bpe.decoder = tokenizers.decoders.Sequence([
         tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)])
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()  # of training only, as in SentencePiece
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()  # for training only, as in SentencePiece
     bpe.train_from_iterator([SOURCE], tokenizers.trainers.BpeTrainer(
         vocab_size=400, special_tokens=["[UNK]", "[EOS]", "<|bos|>"], show_progress=False,
         initial_alphabet=[*map(chr, range(9, 127))]))
@@ -823,17 +823,17 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(small_units, tmp_path, pre
     assert len(tokens.meta["splits"]["train"]["shards"]) > 9
     pieces, ends = zip(*sources.read_file(tmp_path / "a.txt", sources.Reading()), strict=True)
     assert "".join(pieces) == SOURCE and max(map(len, pieces)) <= 300 and ends.index(True) == len(pieces) - 1
-    n = len(tokens.train) - 9  # before the place where the text is divided
+    n = len(tokens.train) - 9  # of the text before the split
     assert tokens.train[:n].tolist() == Text(**how).encode_ordinary(SOURCE)[:n]
 
 
-def test_a_million_blanks_are_too_many_for_tiktoken():
+def test_a_million_blanks_too_many_for_tiktoken_are_encoded():
     long, text = "a" + " " * 10**6 + "b", Text("gpt2", vocab=VOCAB)
     assert "".join(map(text.decode, text.encode(long))) == long
 
 
-def test_tokenizers_of_other_people(tmp_path, prepare, capsys):
-    words = "To be, or <|bos|> not to be"  # a document's own end of a text is text
+def test_tokenizers_of_other_people_work(tmp_path, prepare, capsys):
+    words = "To be, or <|bos|> not to be"  # an end-of-text marker within a document is text
     kind = metaspace(tmp_path, dropout=0.9)
     prepare = functools.partial(prepare, files=[write_jsonl(tmp_path / "a.jsonl", [words] * 40)], tokenizer=kind,
                                 val_fraction=None)
@@ -850,7 +850,7 @@ def test_tokenizers_of_other_people(tmp_path, prepare, capsys):
     assert [*tokens.train[:], *tokens.val[:]] == [*ordinary, again.eot_token] * 40  # no dropout
     assert again.eot_token in {*special} - {*ordinary}
     written = functools.partial(again.encoding.decode, skip_special_tokens=False)
-    for n in range(1, len(special)):  # text streams after a prompt as it is decoded
+    for n in range(1, len(special)):  # decoding a token at a time after a prompt gives the same text
         again.begin(special[:n])
         assert written(special[:n]) + "".join(map(again.decode, special[n:])) == written(special)
     kind = metaspace(tmp_path, lower=True)  # another under the same name
@@ -861,7 +861,7 @@ def test_tokenizers_of_other_people(tmp_path, prepare, capsys):
     rejected(lambda: Text(f"hf:{tmp_path}/model"), "has no tokenizer.json", "save_pretrained")
 
 
-def test_half_a_character_ends_nothing():
+def test_decoding_goes_on_after_half_a_character():
     pieces = tokenizers.models.BPE({"<0xC3>": 0, "<0x8B>": 1, "d": 2, "\u2581d": 3}, [], byte_fallback=True)
     encoding, decoders = tokenizers.Tokenizer(pieces), tokenizers.decoders
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -869,7 +869,7 @@ def test_half_a_character_ends_nothing():
     assert "".join(map(Text("hf:", encoding.to_str()).decode, [2, 0, 1, 0, 3, 2])) == "d\xcb\ufffd dd"
 
 
-# What is typed, and words of the line.
+# What is typed, and words of the refusal.
 NO_TOKENS = """
 --force                                  --files
 --files a.jsonl --text_column=id         a.jsonl cannot be read (line 1: 0 is not text but int
@@ -900,7 +900,7 @@ NO_TOKENS = """
 
 @pytest.fixture(scope="module")
 def odd_files(tmp_path_factory):
-    """A folder of files that people bring and that cannot be read."""
+    """A folder of files that people bring but that cannot be read."""
     folder = tmp_path_factory.mktemp("odd")
     source = write_jsonl(folder / "a.jsonl", documents(150))
     write_jsonl(folder / "one.jsonl", ["a"])
@@ -915,8 +915,8 @@ def odd_files(tmp_path_factory):
 
 
 @pytest.mark.parametrize("typed, words", table(NO_TOKENS))
-def test_what_any_tokens_refuses(small_units, odd_files, tmp_path, monkeypatch, typed, words):
-    """It leaves nothing behind that would need --force."""
+def test_inputs_that_give_no_tokens_are_refused(small_units, odd_files, tmp_path, monkeypatch, typed, words):
+    """A refusal leaves nothing behind that would need --force."""
     monkeypatch.chdir(odd_files)
     monkeypatch.setattr(sources, "MOST_OF_A_LINE", 150_000)
     given = ["prepare.py", f"--out={tmp_path}/out", "--tokenizer=bytes", "--val_fraction=0.2", *typed.split()]
@@ -930,7 +930,7 @@ def test_files_are_known_by_their_content(small_units, tmp_path, prepare):
     prepare = functools.partial(prepare, files=[path])
     first = prepare().meta
     before = path.stat().st_mtime_ns
-    os.utime(path, ns=(0, 0))  # when a file changed does not matter
+    os.utime(path, ns=(0, 0))  # the time of a change does not matter
     assert prepare().meta == first
     path.write_bytes(path.read_bytes().replace(b"words", b"verbs"))
     os.utime(path, ns=(before, before))
@@ -943,7 +943,7 @@ def test_files_are_known_by_their_content(small_units, tmp_path, prepare):
 
 
 @pytest.mark.parametrize("shuffle", [None, 2357])
-def test_a_file_that_changes_while_it_is_read(small_units, tmp_path, prepare, monkeypatch, shuffle):
+def test_a_file_that_changes_while_it_is_read_is_refused(small_units, tmp_path, prepare, monkeypatch, shuffle):
     path = write_jsonl(tmp_path / "a.jsonl", documents(40))
     write_files(tmp_path / "out", {"mine.txt": "not this program's"})
     read = sources.read_file
@@ -957,7 +957,7 @@ def test_a_file_that_changes_while_it_is_read(small_units, tmp_path, prepare, mo
         rejected(lambda: prepare(files=[path], shuffle=shuffle), "a.jsonl changed while it was read")
     assert {*os.listdir(tmp_path / "out")} == {".lock", "mine.txt"}
     write_jsonl(path, documents(40))
-    splits = prepare(files=[path], shuffle=shuffle).meta["splits"]  # it failed, and left nothing behind
+    splits = prepare(files=[path], shuffle=shuffle).meta["splits"]  # the refusal left nothing behind
     assert splits["train"]["documents"] + splits["val"]["documents"] >= 40
 
 
@@ -967,7 +967,7 @@ def test_many_machines_need_a_package(monkeypatch, tmp_path):
     rejected(lambda: cluster.prepare(tmp_path, files=[tmp_path]), "datatrove is missing", "--group cluster")
 
 
-def test_no_network(small_units, tmp_path, prepare, monkeypatch):
+def test_without_a_network_the_refusal_names_the_way_out(small_units, tmp_path, prepare, monkeypatch):
     unreachable = mock.Mock(side_effect=ConnectionError("no route to host\nand a long story"))
     monkeypatch.setattr("datasets.load_dataset", unreachable)
     monkeypatch.setattr("tiktoken.load.read_file", unreachable)
@@ -980,8 +980,8 @@ def test_no_network(small_units, tmp_path, prepare, monkeypatch):
     rejected(lambda: tokenizer.tiktoken_encoding("gpt2", tmp_path), f"is not in --vocab {tmp_path} as OpenAI has it")
 
 
-def test_openwebtext_with_the_real_vocabulary(tmp_path, monkeypatch):
-    """The script as a user without network runs it: nanoGPT's tokens, and ids that GPT-2's users know by heart."""
+def test_openwebtext_has_the_tokens_of_nanogpt(tmp_path, monkeypatch):
+    """Runs the script as a user without a network does, and finds nanoGPT's tokens with GPT-2's well-known ids."""
     source, texts = tmp_path / "docs.jsonl", ["Hello world", *documents(120)]
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
@@ -990,7 +990,7 @@ def test_openwebtext_with_the_real_vocabulary(tmp_path, monkeypatch):
     tokens, text = Tokens(tmp_path / "out", vocab_size=50304), Text("gpt2", vocab=VOCAB)
     assert tokens.vocab_size == 50257
     assert ",15496,995,50256," in "," + ",".join(map(str, tokens.train[:])) + ","
-    assert tokens.meta["recipe"]["val_fraction"] == 0.005  # what is typed, and not the recipe's
+    assert tokens.meta["recipe"]["val_fraction"] == 0.005  # as typed, not as in the recipe
     parts = datasets.Dataset.from_dict({"text": texts}).train_test_split(test_size=0.005, seed=2357, shuffle=True)
     for made, part in (tokens.train, parts["train"]), (tokens.val, parts["test"]):
         assert made[:].tolist() == [i for document in part["text"] for i in [*text.encode_ordinary(document), 50256]]
@@ -1010,7 +1010,7 @@ def parts(tmp_path):
 
 
 def windows_one_by_one(sizes, counts):
-    """Yields the (dataset, window) of a mixture, straight from the description."""
+    """Yields the (dataset, window) of a mixture, straight from the definition."""
     taken = [0, 0]
     for cycle in itertools.count():
         for k in np.random.default_rng([7, cycle, sum(counts)]).permutation(np.repeat([0, 1], counts)):
@@ -1020,9 +1020,9 @@ def windows_one_by_one(sizes, counts):
 
 
 @pytest.mark.parametrize("shares, counts", [(["0.8", "0.2"], [4, 1]), (["1/3", "2/3"], [1, 2])])
-def test_a_mixture_takes_from_each_dataset_its_share(parts, shares, counts):
-    """The order is that of the definition, over several epochs, whatever is asked for first and however it is
-    shared."""
+def test_a_mixture_takes_its_share_from_each_dataset(parts, shares, counts):
+    """Over several epochs the order is that of the definition, whichever step is read first and however many processes
+    share it."""
     rows = []
     for k, window in itertools.islice(windows_one_by_one([62, 56], counts), 24 * 21):
         rows.append(parts[k].train[window * 16:window * 16 + 17].tolist())
@@ -1045,7 +1045,7 @@ def test_a_mixture_is_known_by_its_parts(parts, tmp_path):
     derived = data.derived(SimpleNamespace(max_iters=31, micro_batch_size=5), 2)  # 744 windows
     assert derived == {
         "windows_per_step": 24, "accumulation": 3, "train_tokens": 1900, "val_tokens": 200,
-        "epochs": 744 / 74,  # 56 windows of b, which is used up first, in 74.67, so 74, of both
+        "epochs": 744 / 74,  # b is used up first: its 56 windows are 3/4 of 74.67, so 74
         "mixture": [
             {"dataset": "a", "share": .25, "train_tokens": 1000, "train_sha256": a.sha256["train"], "epochs": 186 / 62},
             {"dataset": "b", "share": .75, "train_tokens": 900, "train_sha256": b.sha256["train"], "epochs": 558 / 56}]}
@@ -1080,9 +1080,8 @@ def test_shares_are_exact():
 
 # ---- docs/your-data.md
 
-def test_the_page_about_your_data(tmp_path, monkeypatch):
-    """Its commands, as printed, give the output that the page shows; those that use the hub are left out. Programs run
-    in this process."""
+def test_the_commands_of_your_data_print_what_the_page_shows(tmp_path, monkeypatch):
+    """Runs the commands as printed, except those that use the hub. Programs run in this process."""
     page = (ROOT / "docs/your-data.md").read_text()
     script = re.search(r'```python\n("""(\S+): .*?)```', page, re.DOTALL)
     write_files(tmp_path, {script[2]: script[1]})

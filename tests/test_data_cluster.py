@@ -1,6 +1,6 @@
-"""data/tokens/cluster.py: what tasks of datatrove write, here, on Slurm and on Ray, against the documents one by one.
+"""data/tokens/cluster.py: tasks of datatrove, here, on Slurm and on Ray, write the tokens of the documents one by one.
 
-Without datatrove (pip install --group cluster), Slurm or Ray their tests are skipped, with a line under -rs.
+A test is skipped, with a line under -rs, without the datatrove (pip install --group cluster), Slurm or Ray it needs.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ def source(tmp_path):
 
 
 def holding(tmp_path, name):
-    """The environment in which the first process to open a file with this name stops there and writes its pid to a
-    file."""
+    """(environment, path): in this environment, the first process to open a file with this name writes its pid to the
+    path and stops there."""
     (tmp_path / "site").mkdir(exist_ok=True)
     (tmp_path / "site/sitecustomize.py").write_text(HOLD)
     held = tmp_path / f"held-{name.split('/')[-1]}"
@@ -77,8 +77,8 @@ def has_ended(out, *ranks):
     return all(plan.exists() and '"ended": true' in plan.read_text() for plan in plans)
 
 
-def test_two_tasks_at_once_and_one_killed_twice(start, tmp_path, source):
-    """One is held and killed before its shard has its name, and again before plan.json lists it; then it may finish."""
+def test_a_task_killed_twice_finishes_beside_another(start, tmp_path, source):
+    """It is held and killed before its shard has its name, and again before plan.json lists it; then it may finish."""
     out = tmp_path / "out"
     command = [sys.executable, "data/tokens/cluster.py", *source, "--tasks=2", "--workers=2", "--out", out]
     for name in ("task-00001/00000.train.bin.tmp", "task-00001/plan.json.tmp"):
@@ -107,15 +107,15 @@ cluster.run_locally(1, pipeline=[Deadly(), bytes(1 << 24)], tasks=1, logging_dir
 """
 
 
-def test_a_task_killed_before_it_has_read_what_to_do(tmp_path):
-    """Its input, megabytes like a vocabulary, does not fit into a pipe: nobody may wait for it to be read."""
+def test_a_task_killed_before_it_has_read_its_input_blocks_nobody(tmp_path):
+    """Its input has megabytes, like a vocabulary, and does not fit into a pipe. Nobody may wait until it is read."""
     done = run_python("-c", DEADLY, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """Tasks run here one by one, the last first, because processes would only cost seconds. Every file is a unit."""
+    """Runs tasks here one by one, the last first, because processes would only cost seconds. Every file is a unit."""
     from datatrove.executor import LocalPipelineExecutor
 
     def run_locally(workers, **how):
@@ -129,7 +129,7 @@ def in_this_process(monkeypatch):
 
 @pytest.mark.parametrize("tasks", [2, 100])
 def test_tasks_make_the_tokens_of_one_process(in_this_process, tmp_path, tasks):
-    """With a file without documents, a text, more tasks than files, and a shard that the disk lost."""
+    """Also with a file without documents, a text file, more tasks than files, and a shard that the disk lost."""
     (tmp_path / "files").mkdir()
     for name, texts in (("a.jsonl", TEXTS[:60]), ("b.jsonl.gz", []), ("c.jsonl.zst", TEXTS[60:])):
         write_jsonl(tmp_path / "files" / name, texts)
@@ -163,7 +163,7 @@ REFUSED = """
 
 
 @pytest.mark.parametrize("row", table(REFUSED), ids=" ".join)
-def test_what_it_refuses(prepare, tmp_path, monkeypatch, row):
+def test_work_that_tasks_cannot_do_is_refused(prepare, tmp_path, monkeypatch, row):
     how, *words = row
     how = json.loads(how)
     if how.get("cluster") == "ray":
@@ -175,8 +175,8 @@ def test_what_it_refuses(prepare, tmp_path, monkeypatch, row):
     rejected(lambda: prepare(**how), *words)
 
 
-def test_what_was_made_before(prepare, tmp_path, monkeypatch):
-    """By a job on a node that is believed lost, with a damaged record, or from other inputs."""
+def test_earlier_work_is_refused_or_resumed(prepare, tmp_path, monkeypatch):
+    """A job may hold it on a node believed lost, its record may be damaged, or it may come from other inputs."""
     with preparing(tmp_path / "out/task-00001"):
         rejected(prepare, "1 of 2 tasks", "another process is preparing")
     splits = prepare().meta["splits"]
@@ -191,7 +191,7 @@ def test_what_was_made_before(prepare, tmp_path, monkeypatch):
     plan = tmp_path / "out/task-00001/plan.json"
     plan.write_text(plan.read_text().replace('"bytes": ', '"bytes": 1', 1))
     assert prepare().meta["splits"] == splits
-    for name in "meta.json", "plan.json":  # killed within --force, say
+    for name in "meta.json", "plan.json":  # as if killed during --force
         (tmp_path / "out" / name).unlink()
     assert prepare(val_fraction=0.3).meta["splits"] == prepare(force=True, val_fraction=0.3).meta["splits"] != splits
 
@@ -202,7 +202,7 @@ def slurm(*command):
 
 
 @pytest.mark.skipif(not shutil.which("sinfo") or not slurm("sinfo", "-h", "-o", "%R"), reason="no Slurm here")
-def test_slurm_with_a_task_cancelled_and_then_requeued(tmp_path, source):
+def test_slurm_finishes_though_a_task_is_cancelled_and_then_requeued(tmp_path, source):
     out, partition = tmp_path / "out", slurm("sinfo", "-h", "-o", "%R").split()[0]
     command = ["data/tokens/cluster.py", *source, "--tasks=4", "--out", out, "--cluster=slurm"]
     options, job = f"--cluster_args=partition={partition},time=10,mem-per-cpu=1", None
@@ -228,7 +228,7 @@ def test_slurm_with_a_task_cancelled_and_then_requeued(tmp_path, source):
         "cluster.py: error: sbatch refused the job, see its line above: change --cluster_args")
 
 
-def test_ray_with_a_node_removed(tmp_path, source, start, monkeypatch):
+def test_ray_finishes_though_a_node_is_removed(tmp_path, source, start, monkeypatch):
     """The node of a held task goes away; the task starts again on the other node."""
     pytest.importorskip("ray", reason="ray is not installed: pip install --group cluster")
     from ray.cluster_utils import Cluster

@@ -25,12 +25,12 @@ from runtime.signals import Signals
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MIXED = {**TINY, "pattern": "mamba,llama,rwkv", "n_layer": 3, "vocab_size": 257, "max_iters": 6, "eval_interval": 3,
-         "eval_tokens": 32}  # one window, which leaves nothing for the other ranks; in the end there are 22
+         "eval_tokens": 32}  # one window, so the other ranks have none; the final evaluation has 22
 
 
 @pytest.fixture(scope="module")
 def one(data, tmp_path_factory):
-    """one(**changes): the folder of that MIXED run by one process."""
+    """one(**changes): the folder of MIXED with these changes, trained by one process."""
     @functools.cache
     def one(**changes):
         out = tmp_path_factory.mktemp("one") / "run"
@@ -54,8 +54,8 @@ def assert_same_losses(out, other, rtol):
     pytest.param(2, {"parallel": "fsdp", "micro_batch_size": 6, "dtype": "bfloat16"}, {"dtype": "bfloat16"},
                  marks=LONG_FORM)], ids=["fsdp", "hsdp", "ddp", "compiled", "bfloat16"])
 def test_processes_train_as_one(launch, one, data, out, world, changes, same):
-    """Six kinds of mixers in three layers, an odd vocabulary, and 22 validation windows, the last of them shorter. In
-    bfloat16 every process rounds gradients once. Four processes are two machines. Only rank 0 prints."""
+    """The three layers have six kinds of mixers, the vocabulary is odd, and the last of 22 validation windows is
+    shorter. In bfloat16 every process rounds gradients once. Four processes act as two machines. Only rank 0 prints."""
     r = launch(arguments(data, out, MIXED, **changes), world, {"LOCAL_WORLD_SIZE": "2"}).succeed()
     assert r.said().count("val_loss") == 2 and r.said().count(" parameters; ") == 1
     assert not any(words in r.said(1) for words in ("val_loss", " parameters; ", "step   "))
@@ -68,8 +68,8 @@ def test_processes_train_as_one(launch, one, data, out, world, changes, same):
 
 
 def counts_graphs(argv):
-    """A run with layers compiled by a backend that only counts graphs; DistributedDataParallel sends gradients as early
-    as it can."""
+    """Trains with layers compiled by a backend that only counts graphs. DistributedDataParallel sends gradients as
+    early as it can."""
     graphs = []
     compiler = torch.compile
     count = lambda graph, _: graphs.append(graph) or graph.forward
@@ -84,7 +84,7 @@ def counts_graphs(argv):
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_compiled_layer_is_one_graph_on_several_processes(launch, data, out, parallel):
-    """One for training and one for evaluation. The losses equal those without torch.compile to the bit."""
+    """It has one graph for training and one for evaluation. The losses equal those without torch.compile to the bit."""
     how = {"parallel": parallel, "micro_batch_size": 6, "max_iters": 2, "eval_interval": 0, "final_eval_tokens": 64,
            "pattern": "mamba,rwkv", "n_layer": 2}
     launch(arguments(data, out.with_name("eager"), MIXED, **how), 2).succeed()
@@ -94,7 +94,7 @@ def test_a_compiled_layer_is_one_graph_on_several_processes(launch, data, out, p
 
 
 def last_rank_stops(rank):
-    """The last rank gets two signals at once, as from Slurm."""
+    """An LM whose last rank gets two signals at once, as from Slurm."""
     def act(n, lm, loss):
         if rank and n == 2:
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -103,7 +103,7 @@ def last_rank_stops(rank):
 
 
 def saves_as_read(argv):
-    """A run that continues and at once saves what it has read, gathered from all processes."""
+    """Continues a run and at once saves what it has read, gathered from all processes."""
     resume = Folder.resume
 
     def resume_and_save(folder, optimizers, *how):
@@ -124,8 +124,8 @@ def saves_as_read(argv):
 
 
 def test_a_checkpoint_is_the_same_file_for_any_number_of_processes(launch, one, data, out):
-    """Two shards begin, one process goes on, and four shards read its checkpoint and finish. Muon trains, with AdamW
-    for the rest. Whichever rank is told to stop, rank 0 says so."""
+    """Two shards begin, one process goes on, and four shards read its checkpoint and finish. The optimizer is Muon,
+    with AdamW for the other parameters. Whichever rank is told to stop, rank 0 says so."""
     argv = lambda world, **more: arguments(data, out, MIXED, resume="auto", micro_batch_size=12 // world,
                                            optimizer="muon", **more)
     r = launch(argv(2, parallel="fsdp"), 2, LM=last_rank_stops).succeed()
@@ -141,7 +141,7 @@ def test_a_checkpoint_is_the_same_file_for_any_number_of_processes(launch, one, 
 
 
 def scalar(rank):
-    """A model with a parameter without dimensions, which cannot be sharded."""
+    """An LM with a scalar parameter, which cannot be sharded."""
     class Scalar(LM):
         def __init__(self, config):
             super().__init__(config)
@@ -150,13 +150,13 @@ def scalar(rank):
 
 
 def differs(old, new, argv):
-    """Rank 1 of a run with a different command or machine."""
+    """Trains with `old` replaced by `new` in rank 1's arguments."""
     of_rank = [a.replace(old, new) for a in argv] if os.environ["RANK"] == "1" else argv
     distributed.launch("train.py", lambda _: train.main(of_rank))
 
 
 def runs_other_code(argv):
-    """Rank 1 of a run whose checkout has one more file than rank 0's."""
+    """Trains while rank 1's checkout has one more file than rank 0's."""
     def main(_):
         if os.environ["RANK"] == "1":
             records.files_at_start["families/mine.py"] = "0" * 12
@@ -164,14 +164,14 @@ def runs_other_code(argv):
     distributed.launch("train.py", main)
 
 
-# What rank 0 has, what rank 1 has, and its name
+# A word of rank 0's command, rank 1's word, and the name in the refusal
 DIFFERENT = table("""
 /words     /others    data
 float32    bfloat16   dtype
 =0.003     =0.001     learning_rate
 n_embd=32  n_embd=48  n_embd
 """)
-REFUSED = [  # settings of two processes; how they differ from others; words of the line
+REFUSED = [  # settings of two processes; patches for `launch`; words of the refusal
     ({"parallel": "hsdp"}, {}, "hsdp needs several machines"), ({"parallel": "fsdp"}, {"LM": scalar}, "temperature"),
     ({}, {"LM": scalar}, "the loss does not depend on the parameters temperature:"),
     *(({}, {"main": functools.partial(differs, old, new)}, name) for old, new, name in DIFFERENT),
@@ -179,7 +179,7 @@ REFUSED = [  # settings of two processes; how they differ from others; words of 
 
 
 @pytest.mark.parametrize("changes, how, words", REFUSED)
-def test_what_several_processes_cannot_do_gets_one_line(launch, data, out, changes, how, words):
+def test_a_run_that_several_processes_cannot_do_gets_one_line(launch, data, out, changes, how, words):
     if "main" in how:
         words = f"the ranks disagree about {words} ("
     if not data.with_name("others").exists():
@@ -212,7 +212,7 @@ class Counted(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("recompute, forwards", [("none", [1, 1, 1]), ("block", [2, 2, 2]), ("every_other", [2, 1, 2])])
-def test_which_layers_are_computed_again(recompute, forwards):
+def test_only_the_chosen_layers_are_computed_again(recompute, forwards):
     layers = torch.nn.Sequential(*(Counted(2, 2) for _ in range(3)))
     distributed.prepare_layers(SimpleNamespace(layers=layers), SimpleNamespace(compile=False, recompute=recompute))
     layers(torch.ones(1, 2, requires_grad=True)).sum().backward()
@@ -231,7 +231,7 @@ class Around(torch.nn.Module):
 
 
 def test_all_layers_of_a_hybrid_are_compiled(monkeypatch):
-    """PyTorch stops after eight graphs of one function, without an error."""
+    """PyTorch stops compiling after eight graphs of one function, without an error."""
     compiler = torch.compile
     kinds = "ReLU GELU SiLU ELU SELU CELU Mish Tanh Sigmoid".split()
     monkeypatch.setattr(torch, "compile", lambda f: compiler(f, backend="eager"))
@@ -257,7 +257,7 @@ def test_processes_of_a_machine_share_its_cores(monkeypatch, threads):
 
 @pytest.mark.parametrize("flags, dtype", [("avx2 avx512f", torch.float32), ("avx512f avx512_bf16", torch.bfloat16),
                                           ("amx_bf16 amx_tile", torch.bfloat16)])
-def test_the_dtype_that_this_processor_is_fast_in(monkeypatch, flags, dtype):
+def test_auto_picks_the_dtype_that_this_processor_is_fast_in(monkeypatch, flags, dtype):
     monkeypatch.setattr("pathlib.Path.read_text", lambda self: flags)
     assert distributed.pick_dtype("auto", torch.device("cpu")) == dtype
     assert distributed.pick_dtype("float32", torch.device("cpu")) == torch.float32
