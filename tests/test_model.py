@@ -1,8 +1,8 @@
-"""model.py, mixers.py and families/: the same tests for every family in FAMILIES.
+"""Tests of model.py, mixers.py and families/, the same for every family in FAMILIES.
 
-What a family must do alike in two ways, such as with states or packed documents, is compared by the check at the start.
-Its blocks are compared with independent truths in test_layers.py, LLaMA and Mamba as a whole with transformers in
-test_export.py. The counts, FLOPs and initialisation of today's families are written down here a second time, by hand.
+The self-check compares what a family can compute in two ways, such as with states or with packed documents.
+test_layers.py compares its blocks with independent truths. test_export.py compares whole LLaMA and Mamba models with
+transformers. The counts, FLOPs and initialisation of the present families are written out here a second time, by hand.
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ BLOCKS = dict(re.findall(r"`families/(\w+)\.py`[^`]*```python\n(.*?)```", PAGE, 
 
 @pytest.fixture
 def of_the_page():
-    """The families in docs/adding-a-model.md, as printed, added to FAMILIES."""
+    """Adds the families in docs/adding-a-model.md to FAMILIES, exactly as printed."""
     with mock.patch.dict(FAMILIES):
         for name, text in BLOCKS.items():
             exec(text, {"__name__": f"families.{name}"})
@@ -87,7 +87,7 @@ def of_the_page():
 
 @pytest.fixture
 def documents(family):
-    """How the family reads documents: packed, unless it has learned positions or does not say how it mixes tokens."""
+    """Settings that pack documents, unless the family has learned positions or does not say how it mixes tokens."""
     return {"documents": "join" if family in (*model.POSITIONS, "average") else "pack", "end_of_text": 63}
 
 
@@ -96,15 +96,15 @@ EVERY_FAMILY = pytest.mark.parametrize("family", [*FAMILIES, *BLOCKS])
 
 @EVERY_FAMILY
 def test_what_a_family_computes_in_two_ways_agrees(of_the_page, family, documents):
-    """Whole sequences and states, documents packed and alone, kernels and plain operators, and whatever else is in the
-    table of the check; also in bfloat16."""
+    """Makes every comparison of the self-check, also in bfloat16: whole sequences with states, packed documents with
+    single ones, kernels with plain operators."""
     line = self_check(LM(config(family, n_layer=3, window=13, **documents)), torch.bfloat16)
     assert "whole sequences and states agree to " in line and " in bfloat16 to " in line
     assert ("documents, " in line) == (documents["documents"] == "pack")
 
 
 def trained(recompute, lm, idx):
-    """Each parameter's gradient, by name."""
+    """The gradient of each parameter, by name."""
     distributed.prepare_layers(lm, SimpleNamespace(compile=False, recompute=recompute))
     with torch.autocast("cpu", torch.bfloat16):
         lm(idx, tokens(3, 24, seed=2))[1].backward()
@@ -118,16 +118,15 @@ def test_every_parameter_learns_and_alike_if_layers_are_recomputed(of_the_page, 
     kept, again = (trained(how, tiny(family, **documents), idx) for how in ("none", "block"))
     for name, gradient in kept.items():
         assert gradient.isfinite().all() and torch.equal(gradient, again[name]), name
-        if name == "layers.0.branches.0.mixer.share":  # of the page: the first layer's values are its own
+        if name == "layers.0.branches.0.mixer.share":  # the page's first layer mixes its values with themselves
             continue
         assert gradient.count_nonzero() > (0.99 if name == "embed.weight" else 0.5) * gradient.numel(), name
     assert tiny(family).bfloat16()(idx, idx)[1].dtype == torch.float32
 
 
 @torch.no_grad()
-def test_the_loss_is_that_of_the_targets_which_are_not_minus_one():
-    """Also without the logits, which a compiled graph must not return: they would get a gradient as large as they are.
-    """
+def test_the_loss_ignores_targets_of_minus_one():
+    """Also without logits. If a compiled graph returned them, they would get a gradient of their own size."""
     torch.compiler.reset()
     lm = tiny("longhorn,llama", tie_head=False)
     idx, targets = tokens(3, 10), tokens(3, 10, seed=2)
@@ -147,7 +146,8 @@ def test_the_loss_is_that_of_the_targets_which_are_not_minus_one():
 
 # ------------------------------------------------------------------------------------------------ counted a second time
 
-# exact counts at 120M and 350M: of LLaMA and Mamba what transformers has, all within 1% of the paper's where it has one
+# Exact counts at 120M and 350M. For LLaMA and Mamba they equal those of transformers. Where the paper gives a count,
+# they are within 1% of it.
 PARAMETERS = {
     "longhorn": (128_563_968, 369_968_128),
     "mamba": (129_153_792, 371_540_992),
@@ -164,7 +164,7 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("size", SIZES)
 @ALL_FAMILIES
-def test_parameter_count(family, size):
+def test_parameter_counts_are_right_and_close_to_the_papers(family, size):
     with torch.device("meta"):
         lm = LM(ModelConfig(model=family, **SIZES[size]))
     count = sum(p.numel() for p in lm.parameters())
@@ -177,30 +177,30 @@ def test_parameter_count(family, size):
         assert count == pytest.approx(TABLE1[family][size], rel=0.01)
 
 
-# family -> forward FLOPs per token and layer beside the linear maps: 2 heads, 64 channels, T = 24, N = 16, d_conv 4
+# Forward FLOPs per token and layer without the linear maps, for 2 heads, 64 channels, T = 24, N = 16 and d_conv = 4.
 MIXING = {
-    # eps k, x - k S, S +=, S q: 1 + 2 + 2 + 2 per state (Mamba: delta A, exp and its product, S +=, S q: the same);
+    # eps k, x - k S, S +=, S q: 1 + 2 + 2 + 2 per state (as many for Mamba: delta A, exp and its product, S +=, S q);
     # step size, skip, gate = 8 per channel; the convolution: two branches of 128 channels, 7 * 16 + 8 + 2 * 4
     "longhorn": 32_768,
     "mamba": 32_768,
     "longhorn_exact": 33_024,  # k S summed over the states first: 1 more per channel
     # each of the 64 channels of q and of v meets (24 + 1) / 2 tokens on average: 2 * 2 * 64 * 12.5
     "llama": 3_200,
-    # a S, S +=, q S = 1 + 2 + 2 for each number of the state, which is 2 heads of 16 x 32
+    # a S, S +=, q S = 1 + 2 + 2 for each number of the state, 2 heads of 16 x 32
     "gla": 5_120,
-    "retnet": 18_240,  # of 32 x 57
-    "rwkv": 10_560,  # of 32 x 32; r . u k, times v, added to o: 3 + 1 + 1 per channel
+    "retnet": 18_240,  # 2 heads of 32 x 57
+    "rwkv": 10_560,  # 2 heads of 32 x 32; r . u k, times v, added to o: 3 + 1 + 1 per channel
     "rwkv4": 1_472,  # 23 per channel
     # k S, S +=, q S = 2 + 2 + 2; the error and beta = 2 per value; three convolutions
     "deltanet": 13_952,
-    # and a S or diag(a) S; values twice as wide as keys, which are half as wide as the model
+    # the same plus a S or diag(a) S; keys are half as wide as the model, values twice as wide as keys
     "gated_deltanet": 8_320,
     "kda": 16_000,
-    # H and U decay and take in a token, 3 each, and x U is 2; 30 steps of 2 per number of H, of 10 per channel of k
+    # to decay H and U and add a token costs 3 each, x U 2; 30 steps cost 2 per number of H and 10 per channel of k
     "mesa": 160_000,
     # a S, S +=, C S of 8 * 16 numbers per channel; step size, skip, gate = 5; the convolution of 128 + 2 * 8 * 16
     "mamba2": 171_264,
-    # half of block_size, 12: the first 12 see all before them, 2 * 2 * 64 * (78 + 12 * 12) / 24
+    # a window of 12, half of block_size: the first 12 tokens see all before them, 2 * 2 * 64 * (78 + 12 * 12) / 24
     "swa": 2_368,
 }
 LONGER = {"llama": 2 * 2 * 64 * 50.5, "swa": 2 * 2 * 64 * (78 + 88 * 12) / 100}  # at T = 100
@@ -213,7 +213,7 @@ def counted(lm):
     return sum(parts.values()), counting.flops_per_token(lm)["forward"], counting.state_size(lm)
 
 
-def test_counts_of_a_model_that_is_edited_again_and_again():
+def test_counts_follow_every_edit_of_a_model():
     lm = tiny("longhorn,llama")
     lm.embed.requires_grad_(False)
     tied, untied = (nn.Linear(32, 64, bias=False) for _ in range(2))
@@ -226,8 +226,8 @@ def test_counts_of_a_model_that_is_edited_again_and_again():
         assert counted(lm) == (before[0] + more, before[1] + 2 * in_maps, before[2]), name
 
 
-def test_what_stands_in_two_places_has_its_parameters_once_and_runs_twice():
-    """One layer used twice, whose two norms are one; compared with torch's sum and a model of two layers."""
+def test_a_shared_layer_has_its_parameters_once_and_runs_twice():
+    """One layer is used twice, and its branches share a norm. Compared with torch's sum and a model of two layers."""
     lm, plain = tiny("llama", n_layer=2), tiny("llama", n_layer=2)
     lm.layers[1], first = lm.layers[0], lm.layers[0].branches
     first[1].norm = first[0].norm
@@ -239,21 +239,21 @@ def test_what_stands_in_two_places_has_its_parameters_once_and_runs_twice():
 
 
 @ALL_FAMILIES
-def test_flops_per_token(family):
+def test_flops_are_those_counted_by_hand_and_by_pytorch(family):
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 24, "vocab_size": 96}
     lm = LM(ModelConfig(model=family, **shape))
     B = 2
     T = 24
     flops = counting.flops_per_token(lm)
     assert (flops["backward"], flops["total"]) == (2 * flops["forward"], 3 * flops["forward"])
-    assert not counting.left_out(lm), "a family of ours leaves something out"
+    assert not counting.left_out(lm), "the count leaves out a part of one of our own families"
     maps = sum(m.weight.numel() for m in lm.modules() if isinstance(m, torch.nn.Linear))
     mixing = flops["forward"] - 2 * maps - 2 * 96 * 64
     if by_hand := MIXING.get(plain := family.removesuffix("_released")):
         assert mixing == 2 * by_hand
         longer = counting.flops_per_token(lm, 100)["forward"] - flops["forward"]
         assert longer == pytest.approx(2 * (LONGER.get(plain, by_hand) - by_hand))
-    with FlopCounterMode(display=False) as counter:  # what PyTorch counts: linear maps are mm
+    with FlopCounterMode(display=False) as counter:  # PyTorch counts linear maps as mm or addmm
         lm(tokens(B, T, 96))
     forward = counter.get_flop_counts()["Global"]
     linear = sum(forward.get(op, 0) for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
@@ -265,8 +265,8 @@ def read(name):
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if (CONFIG / f"{family}_laptop.py").exists()])
-def test_laptop_models_are_of_one_size_and_train_alike(family):
-    """Their parameters are within 2% of Longhorn's, with the same tokens, order and schedule: only the mixer
+def test_laptop_models_have_the_same_size_and_train_alike(family):
+    """Their parameter counts are within 2% of Longhorn's. Tokens, order and schedule are the same: only the mixer
     differs."""
     ours = read(f"{family}_laptop")
     theirs = read("longhorn_laptop")
@@ -282,7 +282,7 @@ def test_laptop_models_are_of_one_size_and_train_alike(family):
 @pytest.mark.parametrize("d_conv", (1, 4))
 @ENDLESS
 @torch.no_grad()
-def test_state_size_is_that_of_the_state_and_constant_for_all_but_attention(family, d_conv):
+def test_state_size_is_that_of_the_state_and_only_attentions_grows(family, d_conv):
     lm = tiny(family, n_layer=1, d_conv=d_conv, d_state=4)
     state = lm.initial_state(3)
     idx = tokens(3, 40)
@@ -306,7 +306,7 @@ def keys_and_values(steps):
     lambda k, v: (k, v), lambda k, v: (k[:, :, :-4], v[:, :, :-4]), lambda k, v: (k.double(), v.double()),
     lambda k, v: (k, torch.randn_like(v))], ids=["as it was", "cut", "of another dtype", "of other values"])
 def test_a_cache_continues_whatever_was_done_to_it(change, mode):
-    """It can be continued twice: neither continuation writes into the other's past."""
+    """One cache can be continued twice: neither continuation writes into the other's past."""
     with mode():
         cache = cache_of(keys_and_values(0), keys_and_values(10), keys_and_values(1))
     with torch.no_grad():
@@ -324,7 +324,7 @@ def cache_of(cache, *parts):
     return cache
 
 
-def test_a_token_does_not_copy_the_cache_and_a_graph_holds_no_room():
+def test_few_tokens_copy_the_cache_and_a_graph_has_no_spare_room():
     cache = keys_and_values(0)
     moves = 0
     with torch.no_grad():
@@ -343,8 +343,9 @@ def test_a_token_does_not_copy_the_cache_and_a_graph_holds_no_room():
 
 # ----------------------------------------------------------------------------------------- initialisation, weight decay
 
-# How each parameter starts in the papers' code at a width of 256: the row of its mixer's class or of one above it, else
-# of its name alone, else *. A map to the residual stream has this scale over the root of the number of branches.
+# How the papers' code initialises each parameter at a width of 256. The first row that exists counts: for the mixer's
+# class, for one of its bases, for the name alone, or *. The scale of a map to the residual stream is divided by the
+# square root of the number of branches.
 STARTS = {name: row for name, *row in table("""
 *                            normal                0.02
 norm.weight                  constant              1
@@ -366,7 +367,7 @@ D                            constant              1
 skip                         constant              1
 norm_weight                  constant              1
 norm_bias                    constant              0
-ridge                        constant              0.1106466       log(e^0.75 - 1): softplus of it is 0.75
+ridge                        constant              0.1106466       log(e^0.75 - 1), whose softplus is 0.75
 gate.bias                    constant              0
 gate2.bias                   constant              0
 forget.bias                  constant              0
@@ -391,7 +392,7 @@ ShortKeyGLA.out_proj.weight     normal             0.02
 UnscaledSwiGLU.w2.weight        normal             0.02
 UnscaledChannelMix.value.weight  normal            0.02
 """)}
-LAWS = {  # kind of a start: (what was drawn, from the parameter; its distribution, from the numbers of its row)
+LAWS = {  # {kind of start: (from the parameter, what was drawn; from the numbers of its row, the distribution)}
     "normal": (lambda p: p, lambda scale: stats.norm(0, scale)),
     "uniform": (lambda p: p, lambda scale: stats.uniform(-scale, 2 * scale)),
     "step size": (F.softplus, stats.loguniform),
@@ -441,16 +442,15 @@ def test_every_parameter_starts_as_its_paper_says(family, L, H):
         drawn, law = drawn(p), law(*numbers)
         low, high = law.support()
         assert low - 1e-3 <= drawn.min() and drawn.max() <= high + 1e-3 * abs(high), full_name
-        slack = 6 / math.sqrt(p.numel())  # six standard errors, about
+        slack = 6 / math.sqrt(p.numel())  # about six standard errors
         assert p.numel() < 8 or drawn.std() == pytest.approx(law.std(), rel=slack), full_name
         assert stats.kstest(drawn.flatten()[:5000], law.cdf).pvalue > 1e-4, f"{full_name} is not {kind} {numbers}"
     _, loss = lm(tokens(4, 24, 1024), tokens(4, 24, 1024, seed=2))
     assert abs(loss.item() - math.log(1024)) < 0.2, "not the loss of a uniform guess"
 
 
-def test_an_edit_leaves_the_draws_of_all_other_parameters():
-    """With another width of the convolution, one more layer or another family, parameters of the same name and shape
-    are equal."""
+def test_an_edit_does_not_change_how_other_parameters_start():
+    """Parameters of the same name and shape are equal after a change of convolution width, depth or family."""
     def starts(family="longhorn", seed=7, **changes):
         torch.manual_seed(seed)
         return dict(LM(config(family, **changes)).named_parameters())
@@ -459,7 +459,7 @@ def test_an_edit_leaves_the_draws_of_all_other_parameters():
     after = LM(config("longhorn")).embed.weight
     for changed in (starts(), starts(d_conv=3), starts(n_layer=3, pattern="longhorn,llama,mamba"), starts("mamba")):
         same = [name for name, p in changed.items() if name in drawn and p.shape == drawn[name].shape
-                and not name.endswith(("out_proj.weight", "dt_bias", "conv_bias"))]  # of another scale or law
+                and not name.endswith(("out_proj.weight", "dt_bias", "conv_bias"))]  # their scale or law changes
         assert len(same) > 7 and all(torch.equal(changed[name], drawn[name]) for name in same)
     layers = [p for name, p in drawn.items() if name.endswith("in_proj.weight")]
     embeddings = [drawn["embed.weight"], after, starts(seed=8)["embed.weight"]]
@@ -475,7 +475,7 @@ class Written(model.GLA):
 
 @pytest.fixture
 def written(monkeypatch):
-    """written(write): a model whose mixers call write(mixer) at the end of their constructors."""
+    """written(write) builds a model whose mixers call write(mixer) at the end of their constructors."""
     monkeypatch.setitem(FAMILIES, "written", [Written])
 
     def build(write, **changes):
@@ -484,7 +484,7 @@ def written(monkeypatch):
     return build
 
 
-WRITES = {  # what a constructor does: the parameter that it writes to
+WRITES = {  # {parameter: how a constructor writes to it}
     "out_proj.weight": lambda m: nn.init.zeros_(m.out_proj.weight),
     "gate.bias": lambda m: m.gate.bias.data[3:].fill_(-2.0),
     "gate.weight": lambda m: m.gate.weight.data.mul_(0.5),
@@ -495,8 +495,8 @@ WRITES = {  # what a constructor does: the parameter that it writes to
 
 @pytest.mark.parametrize("name, dtype", [*((name, torch.float32) for name in WRITES), *(
     ("gate.weight", dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64))])
-def test_what_is_written_where_a_start_is_drawn_is_refused(name, dtype, written):
-    """Models are built in other dtypes as transformers does, whatever the width: 5 is dt_rank here."""
+def test_writing_to_a_parameter_whose_start_is_drawn_later_is_refused(name, dtype, written):
+    """A model of any width can be built in other dtypes, as transformers does. Here dt_rank is 5."""
     torch.set_default_dtype(dtype)
     try:
         lm = LM(config("longhorn", n_embd=66))
@@ -507,7 +507,7 @@ def test_what_is_written_where_a_start_is_drawn_is_refused(name, dtype, written)
         torch.set_default_dtype(torch.float32)
 
 
-def test_the_embedding_is_nan_until_it_is_drawn_and_what_has_no_start_keeps_its_values(written, monkeypatch):
+def test_the_embedding_is_nan_until_drawn_and_parameters_without_a_start_keep_their_values(written, monkeypatch):
     ones = nn.Parameter(torch.ones(32, 32))
     lm = written(lambda m: setattr(m.v, "weight", ones))
     assert (lm.layers[0].branches[0].mixer.v.weight == 1).all()
@@ -525,7 +525,7 @@ def test_the_embedding_is_nan_until_it_is_drawn_and_what_has_no_start_keeps_its_
 @pytest.mark.parametrize("make, words", [
     (lambda: initialisation.parameter(3, start=torch.zeros(3)), r"start=tensor\(\[0.*\) is not a function of the"),
     (lambda: initialisation.linear(4, 12, parts=[4, 4]), r"parts \[4, 4\] must add up to the 12 rows")])
-def test_a_start_that_is_no_function_and_parts_that_lack_rows(make, words):
+def test_a_start_that_is_not_a_function_and_parts_that_lack_rows_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -541,7 +541,7 @@ def test_logarithms_start_above_minus_infinity():
 @pytest.mark.parametrize("family", ["llama", "swa", "retnet"])
 @torch.no_grad()
 def test_positions_are_not_rounded_to_16_bits(family):
-    """At positions that bfloat16 cannot tell apart."""
+    """Compared from position 400 on, where bfloat16 rounds neighbouring positions to the same number."""
     block = tiny(family, n_layer=1).layers[0].branches[0].mixer
     x = torch.randn(1, 700, 32)
     late = block(x)[0][:, 400:]
@@ -560,7 +560,7 @@ def test_step_sizes_and_decays_are_not_rounded_to_16_bits(family):
     assert {given[name].dtype for name in ("beta", "log_decay") if name in given} == {torch.float32}
 
 
-def test_the_exact_step_and_its_gradient():
+def test_the_exact_step_and_its_gradient_are_right():
     """For beta |k|^2 from 0 to 1e6, compared with 50-digit arithmetic. test_layers.py compares all steps."""
     x = torch.tensor([0.0, 1e-12, 1e-6, 1e-3, 0.1, 0.8, 1.0, 1.2, 9.0, 100.0, 1e6], requires_grad=True)
     formula = lambda x: -mpmath.expm1(-x) / x if x else mpmath.mpf(1)
@@ -574,8 +574,8 @@ def test_the_exact_step_and_its_gradient():
 
 
 @torch.no_grad()
-def test_as_released():
-    """RWKV's embedding gets positions, which have an end; RetNet's norms have another eps."""
+def test_released_rwkv_has_positions_and_released_retnet_its_own_eps():
+    """RWKV adds positions to the embedding, up to block_size. RetNet's norms have another eps."""
     lm = tiny("rwkv_released")
     idx = tokens(2, 24)
     logits, _, state = lm(idx, state=lm.initial_state(2))
@@ -596,7 +596,7 @@ def test_as_released():
 @ALL_FAMILIES
 @torch.no_grad()
 def test_the_backend_of_the_config_reaches_every_operator(family, monkeypatch):
-    """The mixer's, the norms' and the convolution's; train.py's line names the mixer's."""
+    """The mixer, the norms and the convolution all use it. computed_by names the mixer's operator and backend."""
     asked = {}
     chosen = choose.choose
     monkeypatch.setattr(choose, "choose", lambda op, backend, *a, **how: asked.setdefault(op, set()).add(backend)
@@ -608,7 +608,7 @@ def test_the_backend_of_the_config_reaches_every_operator(family, monkeypatch):
     assert counting.computed_by(tiny(family, n_layer=1, backend="torch")) == f"{operator} (torch)"
 
 
-# -------------------------------------------------------------------------------------------------- mixers of one's own
+# -------------------------------------------------------------------------------------------------------- custom mixers
 
 class Mean(nn.Module):
     """The mean of the tokens so far: a mixer with nothing but a forward."""
@@ -621,8 +621,8 @@ class Mean(nn.Module):
         return self.linear(x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None])
 
 
-def test_a_mixer_is_its_forward(monkeypatch):
-    """A line says what it leaves out."""
+def test_a_mixer_needs_only_a_forward(monkeypatch):
+    """One line says what a model with such a mixer cannot do and what is not counted."""
     monkeypatch.setitem(FAMILIES, "mean", [Mean])
     torch.manual_seed(0)
     lm = LM(config("mean"))
@@ -639,7 +639,7 @@ def test_a_mixer_is_its_forward(monkeypatch):
         sample.generate(lm, tokens(4, 16), 3)
 
 
-def test_the_flops_of_a_users_mixer_with_a_known_operator(monkeypatch):
+def test_the_flops_of_a_users_mixer_are_counted_if_its_operator_is_known(monkeypatch):
     class Windowed(Mean):
         operator, H, n = "attention", 2, 16
 
@@ -652,8 +652,8 @@ def test_the_flops_of_a_users_mixer_with_a_known_operator(monkeypatch):
 
 
 @torch.no_grad()
-def test_values_passed_between_layers(of_the_page):
-    """If the whole share is the first layer's, the other layers' own values do not matter."""
+def test_values_are_passed_between_layers(of_the_page):
+    """If a later layer takes all of its values from the first layer, its own values do not matter."""
     lm = tiny("longhorn", pattern="first_value,llama", n_layer=4)
     idx = tokens(2, 24)
     first, later = (lm.layers[i].branches[0].mixer for i in (0, 2))
@@ -679,9 +679,9 @@ passes: (x, x)   with passes = True
 
 
 @pytest.mark.parametrize("returned, words", table(OTHERS))
-def test_a_mixer_that_returns_something_else_is_named(returned, words, monkeypatch):
-    """Also what would be broadcast over rows, or make all later layers wider. A tensor of length 3 is no three results.
-    """
+def test_a_mixer_that_returns_something_wrong_is_named(returned, words, monkeypatch):
+    """Also a result that would be broadcast over rows, or one in float64, which would spread to all later layers. A
+    tensor of length 3 does not count as three results."""
     class Own(Mean):
         forward = eval(f"lambda self, x, state=None, passed=None: {returned.removeprefix('passes: ')}")
         initial_state = lambda self, batch_size, device: torch.zeros(1 if returned == "(x, x)" else 3, 3)
@@ -704,7 +704,7 @@ def test_a_family_that_cannot_be_built_is_named(row, words, monkeypatch):
 
 
 @pytest.mark.parametrize("flops", ["12 d", lambda: 12])
-def test_flops_that_are_no_number_are_named(flops, monkeypatch):
+def test_flops_that_are_not_a_number_are_named(flops, monkeypatch):
     monkeypatch.setattr(Mean, "flops", flops, raising=False)
     with pytest.raises(ValueError, match=r"^Mean \(.*\): flops is .*: give a number, or a function of T$"):
         counting.mixing_flops(Mean(config("longhorn"), 0), 9)
@@ -713,7 +713,7 @@ def test_flops_that_are_no_number_are_named(flops, monkeypatch):
 @pytest.mark.parametrize("text", ["import nothing_there\n", "x = (\n", "FAMILIES['x'] = []\n", "exit(0)\n",
                                   "from model import FAMILIES as known\nknown['gla'] = [print]\n",
                                   "from model import FAMILIES as known\nknown['mine'] = []\n"])
-def test_a_file_that_cannot_be_imported_is_a_line_with_its_name(text, tmp_path, monkeypatch, capsys):
+def test_a_file_that_cannot_be_imported_is_named_in_one_line(text, tmp_path, monkeypatch, capsys):
     (tmp_path / "broken.py").write_text(text)
     monkeypatch.delitem(sys.modules, "families.broken", raising=False)
     monkeypatch.setattr(families, "__path__", [str(tmp_path)])
@@ -733,8 +733,8 @@ for command in sys.argv[1:]:
 """
 
 
-def test_families_of_files_of_ones_own_are_known_to_every_program(data, tmp_path):
-    """The blocks of the page as printed, in a copy of this tree."""
+def test_every_program_knows_families_in_a_users_files(data, tmp_path):
+    """The page's code blocks are run as printed, in a copy of this tree."""
     root, out = tmp_path / "copy", tmp_path / "run"
     path, text = re.search(r"`(config/\w+\.py)`:\n\n((?:    .*\n)+)", PAGE).groups()
     (copied_tree(root) / path).write_text(textwrap.dedent(text))
@@ -773,15 +773,14 @@ def test_a_pattern_is_repeated_to_n_layer(pattern, expected):
     c.check_pattern()
 
 
-def test_a_family_of_a_pattern_that_has_no_layer_is_refused():
-    """By training."""
+def test_training_refuses_a_pattern_with_a_family_that_has_no_layer():
     with pytest.raises(ValueError, match=r"'longhorn\*5,llama': no llama in 5 layers; set n_layer to 6 or more"):
         config("gla", pattern="longhorn*5,llama", n_layer=5).check_pattern()
 
 
 @pytest.mark.parametrize("pattern", ["longhorn*2,llama", "rwkv4,mamba,gla", "gla,retnet,rwkv"])
-def test_a_hybrid_is_its_layers(pattern):
-    """Its counts, FLOPs and state are the sums over its layers, its norms those of the first and the last."""
+def test_a_hybrid_is_the_sum_of_its_layers(pattern):
+    """Its FLOPs and state are sums over its layers. The first and the last layer decide the kinds of norm."""
     hybrid = LM(config("longhorn", pattern=pattern, n_layer=3))
     layers = [LM(config(family, n_layer=1)) for family in hybrid.config.families]
     layers_flops = lambda lm: counting.flops_per_token(lm, 20)["forward"] - 2 * 64 * 32  # without the head
@@ -791,7 +790,7 @@ def test_a_hybrid_is_its_layers(pattern):
 
 
 def test_the_scale_of_residual_writes_follows_the_branches_of_the_model(monkeypatch):
-    """GPT-2's 0.02 / sqrt(residual branches), however many a layer has."""
+    """The scale is GPT-2's 0.02 / sqrt(residual branches), however many branches a layer has."""
     monkeypatch.setitem(FAMILIES, "mean", [Mean])
     lm = LM(config("longhorn", pattern="mean,llama", n_embd=64))
     assert lm.config.n_branches == 3 == len(lm.branches())
@@ -801,8 +800,8 @@ def test_the_scale_of_residual_writes_follows_the_branches_of_the_model(monkeypa
 # ----------------------------------------------------------------------------------------------------------- generation
 
 @torch.no_grad()
-def test_greedy_generation_is_the_argmax_of_the_whole():
-    """Beyond block_size too, and with the prompt in pieces."""
+def test_greedy_generation_is_the_argmax_over_the_whole_sequence():
+    """Also beyond block_size, and with the prompt read in pieces."""
     lm = tiny("longhorn,llama,swa", n_layer=3, block_size=8)
     idx = tokens(2, 6)
     out = sample.generate(lm, idx, 6, temperature=0)
@@ -833,15 +832,15 @@ def drawn(**how):
 
 @pytest.mark.parametrize("how, kept", table(KEPT))
 def test_top_k_and_top_p_cut_the_tail(how, kept):
-    """The first that reaches top_p is kept."""
+    """The token that reaches top_p is kept."""
     assert " ".join(map(str, drawn(**json.loads(how)).unique().tolist())) == kept
 
 
-def test_shares_of_what_is_drawn():
+def test_tokens_are_drawn_with_the_right_probabilities():
     share = lambda **how: torch.bincount(drawn(**how), minlength=5) / 4000
     close(share(top_k=2), torch.tensor([0, 4 / 7, 3 / 7, 0, 0]), 0.03)
     close(share(temperature=0.5), P**2 / (P**2).sum(), 0.03)
-    assert len(sample.sample_token(torch.zeros(100, 2), top_p=0.5).unique()) == 1  # reached exactly: no more is needed
+    assert len(sample.sample_token(torch.zeros(100, 2), top_p=0.5).unique()) == 1  # one token reaches top_p exactly
     for beyond in ({"top_k": 0}, {"top_p": 1.1}):
         with pytest.raises(ValueError, match="top_p"):
             drawn(**beyond)
@@ -879,7 +878,7 @@ def test_impossible_models_are_refused_in_a_line(changes, words, monkeypatch):
         LM(config("longhorn", **json.loads(changes)))
 
 
-def test_what_no_sequence_can_be_is_refused_in_a_line():
+def test_impossible_inputs_are_refused_in_a_line():
     lm = tiny("llama", n_layer=1)
     idx = tokens(2, 5)
     for wrong, words in ((idx[:, :0], r"\(2, 0\)"), (idx[0], r"\(5,\)"), (idx[:0], r"\(0, 5\)"), (idx * 1.0, "float")):
@@ -898,7 +897,7 @@ def test_what_no_sequence_can_be_is_refused_in_a_line():
         lm(idx, state=lm.initial_state(2))
 
 
-def test_the_parameters_of_all_sizes_or_of_a_config(capsys, monkeypatch, tmp_path):
+def test_the_parameters_of_all_sizes_or_of_a_config_are_printed(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(sizes, "FAMILIES", ("longhorn", "rwkv4"))
     sizes.main([])
     head, *rows = capsys.readouterr().out.splitlines()
@@ -911,5 +910,5 @@ def test_the_parameters_of_all_sizes_or_of_a_config(capsys, monkeypatch, tmp_pat
     (tmp_path / "mine.py").write_text("dataset = 'none_here'")
     sizes.main([str(tmp_path / "mine.py")])
     assert re.search("there is no dataset.*--vocab_size=", capsys.readouterr().err)
-    with pytest.raises(ConfigError, match="there is no dataset"):  # that was typed
+    with pytest.raises(ConfigError, match="there is no dataset"):  # a dataset that was typed must exist
         sizes.main([laptop, "--dataset=none_here"])

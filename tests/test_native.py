@@ -1,4 +1,4 @@
-"""Building, caching, choosing and refusing: kernels/build.py and choose.py. Fake compilers stand in for broken ones.
+"""kernels/build.py and kernels/choose.py: building, caching, choosing and refusing. Fake compilers imitate broken ones.
 
     python -m pytest tests/test_native.py
 """
@@ -36,7 +36,7 @@ def scan_inputs():
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """As in a new process with an empty build folder: no backend is chosen, and no line is printed yet."""
+    """Makes this process like a new one with an empty build folder: no backend chosen, no line printed."""
     monkeypatch.setenv("LONGHORN_BUILD_DIR", str(tmp_path / "deep" / "build"))
     for f in CACHES:
         f.cache_clear()
@@ -102,7 +102,7 @@ def give_away(path):
                          ids=["of a group", "of all", "of another user"])
 def test_nothing_is_loaded_that_another_user_could_have_written(source, tmp_path, monkeypatch, capfd, which, how):
     """Not even the same library, in its place and with the right hash in its name. If others may write to the folder,
-    it is built in the user's own cache; if they may write there too, it is refused."""
+    the library is built in the user's own cache. If they may write there too, building is refused."""
     build.say_once.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder, before = tmp_path / "build", os.umask(0o002)  # as on many systems
@@ -128,7 +128,7 @@ def test_nothing_is_loaded_that_another_user_could_have_written(source, tmp_path
 
 @pytest.mark.parametrize("change", ("source", "header", "new header", "a header beside longhorn_scan.cu",
                                     "flags", "cpu", "compiler"))
-def test_another_source_flags_cpu_or_compiler_are_another_file(change, source, tmp_path, monkeypatch):
+def test_another_source_flag_cpu_or_compiler_makes_another_file(change, source, tmp_path, monkeypatch):
     first, _ = build.build([source], tmp_path)
     if change == "source":
         source.write_text(TINY_SOURCE % 2)
@@ -149,8 +149,8 @@ def test_another_source_flags_cpu_or_compiler_are_another_file(change, source, t
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_source_that_does_not_compile_stops_a_run_and_a_machine_that_cannot_does_not(source, tmp_path, monkeypatch):
-    """If it did not stop, plain PyTorch would train without the edit."""
+def test_a_source_that_does_not_compile_stops_a_run_and_a_missing_compiler_does_not(source, tmp_path, monkeypatch):
+    """Otherwise plain PyTorch would train without the edit."""
     source.write_text("int x = edited;")
     monkeypatch.setenv("CXX", " ")  # as if it were not set
     with pytest.raises(build.Broken, match="could not build a.cu: .*edited"):
@@ -176,7 +176,7 @@ def test_a_source_that_is_edited_while_it_is_compiled_is_not_cached(source, tmp_
     assert not list((tmp_path / "build").glob("*.so"))
 
 
-# Building needs no PyTorch, and importing it takes longer than the build, so these processes do without.
+# Building does not need PyTorch, and importing it takes longer than the build. These processes skip it.
 LEAN = """
 import sys, unittest.mock
 sys.modules["torch"] = unittest.mock.MagicMock()
@@ -212,7 +212,7 @@ print(path, seconds > 0, build.load(path).longhorn_chunk(), sep="|")
     assert sorted(p.suffix for p in folder.iterdir()) == [".lock", ".so"]
 
 
-def test_without_openmp_one_thread(source, tmp_path, monkeypatch):
+def test_without_openmp_the_library_is_built_for_one_thread(source, tmp_path, monkeypatch):
     """With a compiler that refuses -fopenmp, as Apple's does, the library is built without it."""
     refuse = 'for a; do [ "$a" = -fopenmp ] && { echo no OpenMP >&2; exit 1; }; done'
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, f'{refuse}; exec {COMPILER} "$@"'))
@@ -222,9 +222,9 @@ def test_without_openmp_one_thread(source, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_one_openmp_runtime():
+def test_only_one_openmp_runtime_is_loaded():
     """PyTorch brings its own libgomp; a second one would put its threads on the same cores. The test uses a new
-    process, because scikit-learn, which other tests may have loaded, brings one too."""
+    process because other tests may have loaded scikit-learn, which brings one too."""
     code = """
 import torch
 from kernels import build, choose
@@ -237,8 +237,8 @@ print(open("/proc/self/maps").read())"""
 
 
 @pytest.mark.parametrize("struct", ("ScanArgs", "ConvArgs", "NormArgs"))
-def test_fields_stand_in_the_same_order(struct):
-    """The size check cannot notice two swapped fields, with which a kernel would write to the wrong place."""
+def test_fields_have_the_same_order_in_cpp_and_python(struct):
+    """The size check cannot notice two swapped fields, which would make a kernel write to the wrong place."""
     text = build.SCAN.read_text() + build.CONV.read_text()
     body = re.search(rf"struct {struct} \{{(.*?)\n\}};", text, re.S).group(1)
     body = re.sub(r"//[^\n]*|\b(const|void|float|double|int64_t)\b|\*", "", body)
@@ -261,7 +261,7 @@ def test_a_changed_struct_or_constant_is_refused(source, tmp_path, wrong):
 
 # --------------------------------------------------------------------------------------------------- choosing, refusing
 
-FAILING = {  # what fails: (the environment, or what a fake compiler does; words in the error)
+FAILING = {  # {what fails: (environment variables, or the body of a fake compiler; words of the error)}
     "the compiler does not start": ({"CXX": "/bin/false"}, "'/bin/false' does not run"),
     "no compiler is found": ({"CXX": "", "PATH": ""}, "no C++ compiler found (install g++ or clang++, or set CXX)"),
     "the folder is a file": ({"LONGHORN_BUILD_DIR": "/dev/null"}, "/dev/null"),
@@ -293,7 +293,7 @@ def test_a_failing_build_falls_back_and_says_so_once(how, fresh, tmp_path, monke
         assert words in str(error.value) and "\n" not in str(error.value)
 
 
-def test_what_runs_is_said_once_and_by_one_rank(copying, monkeypatch, capfd):
+def test_the_library_is_announced_once_and_by_one_rank(copying, monkeypatch, capfd):
     build.library()
     build.library()
     line = r"native kernels: cpu \d+ lanes, (OpenMP|one thread .*) \(built in \d+\.\d s\)\n"
@@ -323,7 +323,7 @@ def test_a_machine_is_judged_by_its_oldest_visible_gpu(fresh, monkeypatch):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_what_cannot_be_said_ends_nothing(unbuffered):
+def test_a_line_that_cannot_be_printed_ends_nothing(unbuffered):
     code = LEAN + """
 from common import errors
 with errors.main_error("p"):
@@ -341,7 +341,7 @@ def test_a_cpu_run_never_looks_for_nvcc_or_builds_for_torch(fresh, monkeypatch):
     longhorn_scan(*(v.double() for v in scan_inputs()))
 
 
-def test_choose():
+def test_the_backend_depends_on_the_request_the_device_and_the_dtype():
     pick = choose.choose
     assert {pick("longhorn_scan", backend, "cpu") for backend in (None, "", "cpu")} == {"cpu"}
     assert pick("longhorn_scan", None, "cpu", torch.float64) == "torch"
@@ -353,7 +353,7 @@ def test_choose():
         choose.plain("rms_norm", "scan").__enter__()
 
 
-# Operator, backend, device and dtype; words in the line.
+# Operator, backend, device and dtype; words of the error.
 REFUSED = """
 mesa nvidia cpu -              unknown backend 'nvidia': choose one of torch, cpu
 rms_norm cuda cpu -            backend 'cuda' cannot run here:
@@ -370,14 +370,14 @@ causal_conv1d fused cuda float64     causal-conv1d takes float32, bfloat16, floa
 
 
 @pytest.mark.parametrize("given, words", table(REFUSED))
-def test_what_cannot_run_is_refused_in_a_line(given, words):
+def test_a_backend_that_cannot_run_is_refused_in_a_line(given, words):
     op, backend, device, dtype = given.split()
     with pytest.raises((ValueError, RuntimeError), match=rf"^{op}: [^\n]*{words}[^\n]*$"):
         choose.choose(op, backend, device, getattr(torch, dtype, None))
 
 
-def test_the_plain_body_runs_inside_a_compiled_model():
-    """A body that loops over time breaks the graph."""
+def test_the_plain_implementation_runs_inside_a_compiled_model():
+    """An implementation that loops over time breaks the graph."""
     torch._dynamo.reset()
     row = OPERATORS["wkv4"]
     twice = lambda a: row.run("torch", **a)["y"] * 2

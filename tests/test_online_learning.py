@@ -1,6 +1,6 @@
 """experiments/objectives.py: every claim of its table, the minimiser behind it, the mixers that train, and --add.
 
-Most tests here are about what must not hold: a comparison that compares nothing would also give a table of zeros.
+Most tests check that something wrong is noticed: a comparison of nothing would also give a table of zeros.
 """
 
 import functools
@@ -27,7 +27,7 @@ TRAINED = [(family, row) for row in UPDATES for family in row.mixers]
 
 
 @pytest.mark.parametrize("name", ROW)
-def test_the_claim_is_as_the_table_says_and_a_millionth_is_seen(name):
+def test_each_claim_is_as_the_table_says_and_an_error_of_a_millionth_is_noticed(name):
     row = ROW[name]
     checked = ol.check(row, DRAWS, seed=1)
     assert checked["found"] and checked["smallest_curvature"] > 0
@@ -44,7 +44,7 @@ def test_an_update_that_is_wrong_for_long_keys_alone_does_not_pass():
     assert not ol.check(replace(ROW["Longhorn, Eq. 6"], update=update), 9, seed=1)["minimises"]
 
 
-def test_minimiser_finds_a_minimum_that_is_known():
+def test_minimiser_finds_a_known_minimum():
     target = torch.tensor([[1.0, -2.0, 300.0], [1e5, 0.0, 1e-3]], dtype=torch.float64)
     weight = torch.tensor([[1.0, 1e6, 1e-3], [1.0, 2.0, 3.0]], dtype=torch.float64)
     S, low, step = ol.minimise(lambda S: (weight * (S - target).square()).sum(), torch.zeros(2, 3, dtype=torch.float64))
@@ -60,7 +60,7 @@ def test_minimiser_finds_a_minimum_that_is_known():
     (lambda S, S_prev, k, x, p: (S @ k - x).square().sum(), "no unique minimum"),
     (lambda S, S_prev, k, x, p: (S - S_prev).pow(3).sum(), "NO"),
     (lambda S, S_prev, k, x, p: (S - S_prev).abs().sum() + 0.1 * S.square().sum(), "no")])
-def test_objectives_without_a_minimum_to_find_are_not_passed(loss, says):
+def test_objectives_without_a_minimum_to_find_do_not_pass(loss, says):
     checked = ol.check(replace(ROW["linear attention"], objective=loss), 2, seed=0)
     assert not checked["minimises"] and not checked["found"] and says in ol.verdict(checked)
 
@@ -75,7 +75,7 @@ def test_draws_reach_the_extremes():
 
 
 def test_every_recurrent_family_has_a_row():
-    assert ol.families  # its import adds those of mixers.py and of the folder
+    assert ol.families  # importing it adds the families of mixers.py and families/
     rows = dict(TRAINED)
     assert set(parameters.TABLE1) - {"llama"} <= rows.keys() <= set(model.FAMILIES) and len(rows) == len(TRAINED)
 
@@ -89,26 +89,26 @@ def test_mixer_is_the_update_of_its_row(family, row):
     assert ol.mixer_off(family, others.get(family, ol.linear_attention)) > 100 * ol.MIXER_HOLDS
 
 
-def test_a_changed_mixer_is_seen(monkeypatch):
+def test_a_changed_mixer_is_noticed(monkeypatch):
     retention = mixers.retention
     changed = lambda q, k, v, g, *args, **kwargs: retention(q, k, v, 1.01 * g, *args, **kwargs)
     changed.__signature__ = inspect.signature(retention)
     monkeypatch.setattr(mixers, "retention", changed)
     assert ol.mixer_off("retnet", ol.retnet) > 10 * ol.MIXER_HOLDS
-    monkeypatch.setattr(model.Longhorn, "scan", lambda self, x, dt, k, q, z, h0: (x, h0))  # no longer the scan
+    monkeypatch.setattr(model.Longhorn, "scan", lambda self, x, dt, k, q, z, h0: (x, h0))  # does not call the operator
     with pytest.raises(RuntimeError, match="longhorn_scan 0 times"):
         ol.mixer_off("longhorn", ol.longhorn)
 
 
-def test_what_the_diagonal_costs():
-    """By hand, with the minimiser that knows no update in place of Eq. 6."""
+def test_the_diagonal_costs_as_much_as_computed_by_hand():
+    """Computed again with the minimiser, which knows no update, in place of Eq. 6."""
     assert abs(ol.diagonal_cost(1, 0.5, 1 / 3, 1, 0)["missed"]) < 1e-12  # one key has no others to disturb
     keys, values = ol.make_pairs(64, 2, 4, 0.5, seed=0)
     assert (keys.norm(dim=1) - 1).abs().max() < 1e-12 and (keys @ keys.T).mean() == pytest.approx(0.5, abs=0.1)
     S, p = torch.zeros(2, 4).double(), SimpleNamespace(beta=0.5 * torch.ones(2).double())
     left = 0.0
     possible = 0.0
-    for t, (k, x) in enumerate(zip(keys, values, strict=True)):  # of length 1 a key writes a third: 0.5 / (1 + 0.5)
+    for t, (k, x) in enumerate(zip(keys, values, strict=True)):  # a key of length 1 writes a third: 0.5 / (1 + 0.5)
         before, S = S, ol.longhorn(S, k, x, p)
         if t >= 32:
             loss = functools.partial(ol.longhorn_loss, S_prev=before, k=k, x=x, p=p)
@@ -152,7 +152,7 @@ def test_an_added_file_goes_through_everything(tmp_path, monkeypatch, capsys):
     assert out.with_suffix(".png").stat().st_size > 20_000
 
 
-def test_what_contradicts_the_file_is_said_and_is_an_error(tmp_path, monkeypatch, capsys):
+def test_a_result_against_the_files_claim_is_named_and_is_an_error(tmp_path, monkeypatch, capsys):
     added = tmp_path / "added.py"
     added.write_text(FILE)
     rows = [ROW["linear attention"], ROW["Longhorn, Eq. 7"], ol.read_update(added)]

@@ -1,4 +1,4 @@
-"""The loss against PyTorch's in float64, and tests of the convolution, the norm and attention alone.
+"""The loss against PyTorch's in float64, and tests that only the convolution, the norm or attention needs.
 
 test_conformance.py has the tests that every operator shares.
 
@@ -47,13 +47,13 @@ pytestmark = pytest.mark.usefixtures("poison")
 @on_gpu
 @pytest.mark.parametrize("dtype", (F32, BF16, F16))
 @pytest.mark.parametrize("B,T,D,W", [(3, 40, 17, 3), (2, 65, 70, 4), (3, 300, 256, 4), (2, 130, 33, 8), (1, 7, 9, 1)])
-def test_gpu_conv(dtype, B, T, D, W):
+def test_gpu_conv_is_that_of_float64(dtype, B, T, D, W):
     on_cpu = lambda **a: {"y": causal_conv1d(**{n: v.cuda() for n, v in a.items()}).cpu()}
     assert not wrong("conv", conv_inputs(B, T, D, W, dtype), run=on_cpu, true=lambda **a: {"y": conv_true(**a)})
 
 
 @on_gpu
-def test_gpu_conv_of_more_than_two_to_the_31_elements():
+def test_gpu_conv_takes_more_than_two_to_the_31_elements():
     B, T, D = 33, 65536, 1024
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GB")
@@ -61,9 +61,9 @@ def test_gpu_conv_of_more_than_two_to_the_31_elements():
     assert x.numel() > 2**31 and torch.equal(causal_conv1d(x, weight)[-1:], causal_conv1d(x[-1:], weight))
 
 
-def test_every_number_is_rounded_right():
-    """Element by element, where norms show the typical error: bfloat16 to nearest even, NaN stays NaN, exponentials to
-    a few units however small."""
+def test_the_convolution_rounds_every_number_right():
+    """Compared element by element, because a norm shows only the typical error. bfloat16 is rounded to nearest even,
+    NaN stays NaN, and exponentials are right to a few units in the last place, however small."""
     x = torch.arange(0x3F80, 0x4000, dtype=torch.int16).view(BF16).view(1, -1, 1)  # all of [1, 2)
     for factor in (1.5, 1.25, 1.0078125):
         y = causal_conv1d(x, torch.full((1, 1), factor), silu=False)
@@ -114,12 +114,12 @@ def loss_agrees(x, weight, targets, factor=1.0):
 @pytest.mark.parametrize("dtype", (F64, F32, BF16, F16))
 @pytest.mark.parametrize("n,D,V", ((1, 1, 2), (50, 16, 64), (129, 24, 301)))
 def test_loss_is_no_further_from_float64_than_in_two_steps(n, D, V, dtype, at_once, device, monkeypatch):
-    monkeypatch.setitem(ops.LOGITS_AT_ONCE, device, at_once)  # a row at a time, several with a rest
+    monkeypatch.setitem(ops.LOGITS_AT_ONCE, device, at_once)  # one row at a time, or several with a remainder
     loss_agrees(*loss_inputs(n, D, V, dtype, device, ignored=0.2 if n > 1 else 0), factor=3 / 7)
 
 
 @on_gpu
-def test_gpu_loss_of_more_than_two_to_the_31_logits():
+def test_gpu_loss_takes_more_than_two_to_the_31_logits():
     x, weight, targets = loss_inputs(45000, 8, 50304, BF16, "cuda")
     ends = torch.tensor([*range(100), *range(-100, 0)])
     loss, dx, dweight = loss_and_gradients(linear_cross_entropy, x, weight, targets, float((targets != -1).sum()))
@@ -138,13 +138,13 @@ def test_loss_of_the_torch_backend_is_pytorchs_and_autocast_rounds_as_a_linear_m
         torch.testing.assert_close(whole, f(x, weight, targets), rtol=1e-6, atol=0)
         with torch.autocast("cpu", BF16):
             got, want = (loss_and_gradients(g, x, weight, targets) for g in (f, in_two))
-        # a mean over 2^6: the same numbers are rounded
+        # a mean over 2^6 targets divides exactly, so both round the same numbers
         assert all(g.dtype == F32 and distance(g, w.double()) < 1e-6 for g, w in zip(got, want, strict=True))
 
 
 def test_loss_does_not_round_the_factor_of_all_gradients():
     x, weight, targets = loss_inputs(64, 32, 100, BF16, ignored=0)
-    factor = 1 + 0.99 / 256  # of 1 or 1 + 1 / 128 in bfloat16
+    factor = 1 + 0.99 / 256  # bfloat16 has 1 and 1 + 1 / 128, and nothing between
     true = loss_true(x, weight, targets, factor)
     with torch.autocast("cpu", BF16):
         got = loss_and_gradients(linear_cross_entropy, x.float(), weight.float(), targets, factor)
@@ -153,8 +153,8 @@ def test_loss_does_not_round_the_factor_of_all_gradients():
 
 
 def test_loss_in_float16_neither_underflows_nor_overflows():
-    """With one target in 4096, each logit's gradient is about 1e-3 / 4096, below float16's smallest normal number. Half
-    of 2^15 targets are one token and a channel of x has a mean of 20, so that their sum exceeds float16."""
+    """With 4096 targets the gradient of a logit is about 1e-3 / 4096, below float16's smallest normal number. Then half
+    of 2^15 targets are the same token, and one channel of x has a mean of 20: their sum exceeds float16."""
     x, weight, targets = loss_inputs(4096, 8, 1000, F16, ignored=0)
     true = loss_true(x, weight, targets)
     ours, plain = (loss_and_gradients(f, x, weight, targets)[2] for f in (linear_cross_entropy, in_two))
@@ -167,9 +167,9 @@ def test_loss_in_float16_neither_underflows_nor_overflows():
         assert distance(got, want) < 2e-3
 
 
-def test_loss_that_ignores_all_none_or_an_infinity():
+def test_loss_is_right_without_targets_or_beside_an_ignored_infinity():
     x, weight, targets = loss_inputs(6, 4, 9, ignored=0)
-    for n in (6, 0):  # as PyTorch's mean
+    for n in (6, 0):  # like PyTorch's mean
         loss, *gradients = loss_and_gradients(linear_cross_entropy, x[:n], weight, torch.full_like(targets[:n], -1))
         assert loss.isnan() and not any(g.any() for g in gradients)
     x[2], targets[2] = math.inf, -1
@@ -223,7 +223,7 @@ def test_gpu_loss_is_pytorchs_and_repeats_to_the_bit(V, dtype):
     assert ((got - wanted).abs() <= ulp * wanted.abs() + 64 * EPS * ulp).all()
 
 
-def test_where_the_kernel_of_the_loss_cannot_be_built_it_is_said(monkeypatch):
+def test_a_line_says_that_the_kernel_of_the_loss_cannot_be_built(monkeypatch):
     lines = []
     monkeypatch.setattr(build, "say_once", lines.append)
     monkeypatch.setattr(ops.choose, "unavailable", lambda device: "no nvcc")
@@ -234,7 +234,7 @@ def test_where_the_kernel_of_the_loss_cannot_be_built_it_is_said(monkeypatch):
     h200 = mock.Mock(shared_memory_per_multiprocessor=228 << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
     monkeypatch.setattr(ops.launch, "gpu_module", mock.Mock(side_effect=OSError("could not build loss.cu")))
-    with pytest.raises(OSError, match="loss.cu"):  # an edit of it that does not compile
+    with pytest.raises(OSError, match="loss.cu"):  # an edited kernel that does not compile
         ops.loss_module.__wrapped__(BF16, 320, gpu)
 
 
@@ -263,7 +263,7 @@ def block_and_rows(width):
 
 
 def living(shape):
-    """How many tensors of a shape there are."""
+    """The number of tensors of this shape in memory."""
     gc.collect()
     return sum(isinstance(a, torch.Tensor) and a.shape == shape for a in gc.get_objects())
 
@@ -274,7 +274,7 @@ def living(shape):
     lambda mix, x, z: mix(x.detach(), z)[0] * z,
     lambda mix, x, z: z.register_hook(lambda g: 3 * g) and checkpoint(mix, x, z, use_reentrant=False)[0]))
 def test_gradients_of_halves_are_those_of_chunk(use):
-    """They stay so when a graph is used again: the gradients of x and z may lie in the memory of the whole."""
+    """Also when a graph is used again, although the gradients of x and z may be parts of one tensor."""
     block, both = block_and_rows(16)
     gradients = []
     for split in (halves, lambda both: both.chunk(2, -1)):
@@ -283,14 +283,14 @@ def test_gradients_of_halves_are_those_of_chunk(use):
         before = living(both.shape)
         for of in ((x, z), both, both):
             of_these = torch.autograd.grad(y, of, retain_graph=True, materialize_grads=True)
-            gradients += map(torch.clone, of_these)  # views would keep the whole
+            gradients += map(torch.clone, of_these)  # a view would keep the whole tensor
         del of_these
-        assert living(both.shape) == before + 2, "memory is kept"
+        assert living(both.shape) == before + 2, "memory is not freed"
     assert all(map(torch.equal, gradients[:4], gradients[4:]))
 
 
 def test_the_backward_of_a_block_joins_no_halves_and_adds_no_gradients():
-    """It joins only the gradients of r, k and q. Modes that trace, count or choose what to recompute see this, because
+    """It joins only the gradients of r, k and q. Modes that trace, count or choose what to recompute see this: the
     operators go through the dispatcher, forward and backward."""
     block, u = block_and_rows(4)
     graphs = []
@@ -319,7 +319,7 @@ def test_the_convolution_adds_two_gradients_as_autograd_does(use, dtype):
 
 heads = dict(q=torch.ones(2, 3, 4, 8), k=torch.ones(2, 3, 6, 8), v=torch.ones(2, 3, 6, 8))
 loss = dict(x=torch.ones(6, 4), weight=torch.ones(9, 4), targets=torch.zeros(6).long())
-MISFITS = [  # operator, its arguments, what is changed, words
+MISFITS = [  # operator, its arguments, changes to them, words of the error
     *((attention, heads, change, r"q must be \(B, H, T, n\), k and v ") for change in (
         dict(q=torch.ones(3, 4, 8)), dict(v=torch.ones(2, 3, 5, 8)), dict(q=torch.ones(2, 3, 7, 8)),
         dict(k=torch.ones(2, 3, 6, 7)))),
@@ -331,7 +331,7 @@ MISFITS = [  # operator, its arguments, what is changed, words
 
 
 @pytest.mark.parametrize("f,args,change,words", MISFITS)
-def test_misfits_are_one_line(f, args, change, words):
+def test_misfits_are_refused_in_one_line(f, args, change, words):
     f(**args)
     with pytest.raises(ValueError, match=rf"^{f.__name__}: [^\n]*{words}[^\n]*\Z"):
         f(**{**args, **change})
@@ -351,7 +351,7 @@ def test_a_window_never_looks_at_the_whole_text(monkeypatch):
         assert max(seen) < window + max(window, ops.WINDOW_QUERIES)
 
 
-def test_rms_norm_of_any_shape_and_eps():
+def test_rms_norm_takes_any_shape_and_eps():
     for shape, eps in (((33,), 1e-5), ((2, 3, 5, 16), 0.5), ((1, 2), 0.5)):
         a = {"x": torch.randn(shape), "weight": torch.randn(shape[-1])}
         assert not wrong("rms_norm", a, eps=eps)

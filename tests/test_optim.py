@@ -1,4 +1,4 @@
-"""optim.py: which parameter goes where, and Muon on fused projections against torch.optim.Muon on separate matrices.
+"""optim.py: the group of each parameter, and Muon on fused projections against torch.optim.Muon on separate matrices.
 
     python -m pytest tests/test_optim.py
 """
@@ -38,7 +38,7 @@ def compute(lm):
 @pytest.mark.parametrize("family, change", [*((family, lambda lm: None) for family in FAMILIES), ("longhorn", share),
                                             ("longhorn", compute)])
 def test_every_parameter_is_in_one_group(family, change, optimizer):
-    """Also a parameter that two maps share, or from which a parametrization computes the weight."""
+    """Also a parameter that two maps share, or one from which a parametrization computes a weight."""
     lm, optimizers = build(family, optimizer, change)
     names = {p: name for name, p in lm.named_parameters()}
     matrices = {name for p, name in names.items() if name.endswith(".weight") and p.dim() == 2}
@@ -63,7 +63,7 @@ def test_the_schedule_scales_each_groups_own_rate():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parts_of_a_fused_projection_are_matrices_of_their_own(family):
+def test_muon_treats_the_parts_of_a_fused_projection_as_separate_matrices(family):
     """Two steps equal those of torch.optim.Muon on copies of the separate maps."""
     lm, optimizers = build(family, "muon")
     rows = muon_matrices(lm)
@@ -99,6 +99,6 @@ llama     out_proj.weight  32
 
 
 @pytest.mark.parametrize("family, name, rows", table(FUSED))
-def test_which_maps_are_fused(family, name, rows):
+def test_fused_maps_have_the_right_parts(family, name, rows):
     parts = muon_matrices(LM(ModelConfig(model=family, **SMALL)))[f"layers.0.branches.0.mixer.{name}"]
     assert " ".join(map(str, parts)) == rows

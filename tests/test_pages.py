@@ -17,7 +17,7 @@ class Parsed(BaseException):
 
 
 def commands():
-    """{command: its page} of lines that run a program of the repository, as words; comments and pipes are cut off."""
+    """{command: its page} for every line that runs a program of the repository, without comments and pipes."""
     found = {}
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = page.read_text().replace("\\\n", " ")
@@ -32,16 +32,16 @@ def commands():
 
 
 @pytest.mark.parametrize("command", commands())
-def test_a_printed_command_is_taken(command, monkeypatch):
+def test_a_printed_command_is_accepted(command, monkeypatch):
     def stop(read):
         def wrapped(*args, **options):
             read(*args, **options)
             raise Parsed
         return wrapped
 
-    script, *argv = shlex.split(command.replace("average_laptop", "longhorn_laptop"))  # the page has it written
+    script, *argv = shlex.split(command.replace("average_laptop", "longhorn_laptop"))  # the page's own config
     monkeypatch.chdir(ROOT)
-    monkeypatch.setitem(sys.modules, "common.start", SimpleNamespace(imported=int))  # it changes signals
+    monkeypatch.setitem(sys.modules, "common.start", SimpleNamespace(imported=int))  # it would change signal handlers
     monkeypatch.setattr(sys, "argv", [script, *argv])
     for name in ("load", "read"):
         monkeypatch.setattr(configurator, name, stop(getattr(configurator, name)))

@@ -1,9 +1,12 @@
-"""The CUDA kernels as the CUDA compiler emits them: PTX, run on a CPU by tools/ptx.py. Needs nvcc or NVRTC, but no GPU.
+"""Tests of the PTX that the CUDA compiler emits, run on a CPU by tools/ptx.py. They need nvcc or NVRTC, but no GPU.
 
-test_cuda.py runs the source as g++ compiles it. The comparisons here are the same, with a float64 loop and every
-gradient, at the 128 threads of a GPU. Four faults are errors that name the instruction and its source line: a race in
-shared memory (a missing barrier), an address outside every tensor, a misaligned vector, and lanes that wait for one
-another forever.
+test_cuda.py runs the same source compiled by g++. Here too, results and every gradient are compared with a float64
+loop, but at the 128 threads of a GPU. Four faults raise an error that names the instruction and its source line:
+
+- a race in shared memory (a missing barrier),
+- an address outside every tensor,
+- a misaligned vector,
+- lanes that wait for one another forever.
 
     python -m pytest tests/test_ptx.py
 """
@@ -51,14 +54,14 @@ class Cost(ctypes.Structure):  # of tools/ptx_shim.h
 
 WHOLE = ("forward_whole_kernel", "backward_whole_kernel")
 JOINING = ("segment_state_kernel", "segment_grad_kernel", "combine_kernel")
-LEFT_OUT = {("longhorn", BF16, *PAIRS): ()}  # compiling takes most of the time
+LEFT_OUT = {("longhorn", BF16, *PAIRS): ()}  # all kernels in one build only: compiling takes most of the time
 
 
 def load_ptx(folder, *key, source=None, left_out=()):
-    """Does what load_shim does, with the PTX of the kernels or of a changed `source`."""
+    """Like load_shim, with the PTX of the kernels or of a changed `source`."""
     macros = cuda.defines(*key)
     text = ptx.translate(ptx.compiled(macros, source or source_of(key[0])), left_out)
-    # two's complement, and a multiplication and an addition stay two
+    # signed integers wrap around, and a multiplication and an addition are not fused
     return load_shim(folder, *key, source=text, flags=(*FLAGS, "-w", "-fwrapv", "-ffp-contract=off"),
                      threads=512 if key[0] == "loss" else build.CUDA_THREADS)
 
@@ -70,12 +73,12 @@ def emitted(builds):
 
 
 def run(monkeypatch, module, segments=1):
-    """`use`, which also tells the translation which tensors each launch gets."""
+    """Like `use`, but also tells the translated kernels which tensors each launch gets."""
     use(monkeypatch, module, segments)
     point, given = launch.point, []
 
     def tell(args, **tensors):
-        if not isinstance(args, build.Sum):  # of which a launch has several
+        if not isinstance(args, build.Sum):  # a launch has several sums
             given.clear()
         given.extend(tensors.values())
         last = lambda a: sum((n - 1) * s for n, s in zip(a.shape, a.stride(), strict=True))
@@ -90,26 +93,26 @@ def run(monkeypatch, module, segments=1):
 @pytest.mark.parametrize("update,dtype,B,T,D,N,segments", [
     ("longhorn", BF16, 1, 64, 128, 16, 1), ("longhorn", BF16, 2, 37, 70, 13, 1), ("longhorn", BF16, 1, 96, 128, 16, 3),
     ("mamba", F32, 1, 35, 70, 13, 1)])
-def test_agrees_with_the_loop(emitted, monkeypatch, update, dtype, B, T, D, N, segments):
+def test_scans_agree_with_the_loop(emitted, monkeypatch, update, dtype, B, T, D, N, segments):
     run(monkeypatch, emitted(update.split()[0], dtype, *PAIRS), segments)
     assert not wrong(update, inputs(update, B, T, D, N, dtype))
 
 
-def test_packed_sequences(emitted, monkeypatch):
+def test_packed_sequences_agree_with_the_loop(emitted, monkeypatch):
     run(monkeypatch, emitted("mamba", F32, *PAIRS))
     a, cu = packed("mamba", [33, 0, 3], 70, 16)
     assert not wrong("mamba", a, cu_seqlens=cu)
 
 
 @pytest.mark.parametrize("kw", [dict(logit=300.0), dict(key=1e6, logit=1000.0)])
-def test_extreme_values(emitted, monkeypatch, kw):
+def test_extreme_values_agree_with_the_loop(emitted, monkeypatch, kw):
     run(monkeypatch, emitted("longhorn", BF16, *PAIRS))
     a = inputs("longhorn", 1, 40, 17, 16, BF16, **kw)
     slack = dict.fromkeys(["y", "h0", *(f"d{n}" for n in a)], 2e-5)
-    assert not wrong("longhorn", a, slack=slack)  # what is not finite fails
+    assert not wrong("longhorn", a, slack=slack)  # a number that is not finite fails
 
 
-def test_convolution(emitted, monkeypatch):
+def test_convolution_agrees_with_float64(emitted, monkeypatch):
     run(monkeypatch, emitted("conv", BF16, 4, 2))
     assert not conv_wrong(BF16, 4, 2, 130, 70)
     a = conv_inputs(2, 9, 70, 4, BF16)
@@ -117,8 +120,8 @@ def test_convolution(emitted, monkeypatch):
     assert not wrong("conv", a, only="y")
 
 
-def test_sums(emitted, monkeypatch):
-    """Also with sizes that end within what a lane reads at once."""
+def test_sums_agree_with_pytorchs(emitted, monkeypatch):
+    """Also with sizes that end in the middle of what a lane reads at once."""
     module = emitted("sums", F32, build.BLOCK_SUMS)
     run(monkeypatch, module)
     use_alone(monkeypatch, module)
@@ -128,7 +131,7 @@ def test_sums(emitted, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype,room", [(BF16, 1616), (F32, 0)])
-def test_loss(emitted, monkeypatch, dtype, room):
+def test_loss_agrees_with_pytorchs(emitted, monkeypatch, dtype, room):
     module = emitted("loss", dtype, room)
     run(monkeypatch, module)
     use_alone(monkeypatch, module)
@@ -137,7 +140,7 @@ def test_loss(emitted, monkeypatch, dtype, room):
 
 
 def test_memory_is_reached_whole_sectors_at_a_time_and_without_bank_conflicts(emitted, monkeypatch):
-    """For a forward and a backward of whole chunks: every access to shared memory, every row that is written."""
+    """Counts every access to shared memory and every row written, in a forward and a backward of whole chunks."""
     module = emitted("longhorn", BF16, *PAIRS)
     run(monkeypatch, module)
     module.lib.ptx_count(1)
@@ -150,13 +153,13 @@ def test_memory_is_reached_whole_sectors_at_a_time_and_without_bank_conflicts(em
     assert not [(c.source, c.units, c.least) for c in counted if c.units > c.least]
 
 
-@pytest.mark.parametrize("place,key,mistake,said", [  # place in the sources, kernels, what is written there
+@pytest.mark.parametrize("place,key,mistake,said", [  # place in the sources, kernel, new text, words of the error
     ("address", ("conv", F32, 4, 1), "b = a;", "not aligned|in no tensor"),
     ("neighbour", ("longhorn", F32, 4, 2), "if (false)", "race: thread .* reads what thread .* wrote"),
     ("forward barrier", ("longhorn", F32, 4, 2), "if (false)", "race: thread .* reads what thread .* wrote"),
     ("loss barrier", ("loss", F32, 0), "if (false)", "race: thread .* overwrites what warp .* read"),
     ("sums barrier", ("sums", F32, build.BLOCK_SUMS), "if (false)", "race: thread .* reads what thread .* wrote")])
-def test_what_gcc_never_sees_is_caught(tmp_path, monkeypatch, place, key, mistake, said):
+def test_faults_that_gcc_never_sees_are_caught(tmp_path, monkeypatch, place, key, mistake, said):
     source = with_mistake(source_of(key[0]), place, mistake)
     module = load_ptx(tmp_path, *key, source=source, left_out=(*WHOLE, *JOINING))
     run(monkeypatch, module)

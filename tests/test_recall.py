@@ -1,7 +1,7 @@
-"""experiments/recall/: the examples against the benchmark's description, the mixers against sums over all pairs of
-positions, a run and its records, and a sweep from its plan to the figure.
+"""experiments/recall/: the examples, the mixers, a run and its records, and a sweep from its plan to the figure.
 
-The statistics are tests of chance with fixed seeds: a p-value below 1e-4 fails.
+Examples are compared with the benchmark's description, and mixers with sums over all pairs of positions. Statistical
+tests have fixed seeds: a p-value below 1e-4 fails.
 
     python -m pytest tests/test_recall.py
 """
@@ -38,7 +38,7 @@ NEW = {"short BaseConv": models.BaseConv, "long BaseConv": models.LongBaseConv, 
 # ------------------------------------------------------------------------------------------------------------ the task
 
 @pytest.mark.parametrize("task", [Task(64), Task(101, 3, 9, 1.0), Task(16, 4, 2**17, -0.5), Task(4, 1, 4)], ids=str)
-def test_every_key_once_before_its_query_and_every_label_right(task):
+def test_every_key_comes_once_before_its_query_and_every_label_is_right(task):
     examples, P, half = generate(task, 2500, seed=1), task.pairs, task.vocab_size // 2
     backwards = np.arange(2500)[::-1]
     idx, targets = examples.batch(backwards, "cpu")
@@ -68,15 +68,15 @@ def test_gaps_follow_the_power_law(T, pairs, a):
     p = np.array([i ** (a - 1) for i in range(1, (T - 2 * pairs) // 2 + 1)])
     counts = np.bincount(slots[:, 0], minlength=len(p))
     assert chi_square(counts, p / p.sum()) > 1e-4
-    # the second pair's given the first's: the same law over what is left
+    # given the first pair's gap, the second follows the same law over the remaining slots
     first = counts.argmax()
     second = np.bincount(slots[slots[:, 0] == first, 1], minlength=len(p))
     p[first] = 0
     assert second[first] == 0 and chi_square(second, p / p.sum()) > 1e-4
 
 
-@pytest.mark.parametrize("k, n", [(2, 4), (3, 5), (2, 7)])  # drawn again where they repeat; permuted where k is large
-def test_distinct_numbers_in_every_order_alike(k, n):
+@pytest.mark.parametrize("k, n", [(2, 4), (3, 5), (2, 7)])  # repeated numbers are drawn again; a large k permutes
+def test_distinct_numbers_come_in_every_order_equally_often(k, n):
     x = distinct(np.random.default_rng(3), 40_000, k, n)
     counts = np.array([(x == order).all(1).sum() for order in permutations(range(n), k)])
     assert counts.sum() == len(x) and stats.chisquare(counts).pvalue > 1e-4
@@ -98,7 +98,7 @@ def test_examples_depend_on_seed_split_and_task_alone():
 # ---------------------------------------------------------------------------------------------------------- the mixers
 
 def mixer_of(name):
-    """A mixer alone, with weights large enough to matter, in float64, for which the convolution has no kernel."""
+    """A mixer with weights large enough to matter, in float64, for which the convolution has no kernel."""
     torch.manual_seed(3)
     mixer = NEW[name](ModelConfig(n_layer=2, n_head=1, n_embd=12, block_size=24, backend="torch"), 1).double()
     with torch.no_grad():
@@ -135,7 +135,7 @@ def taps_by_hand(conv, T, d):
 
 
 def by_hand(name, m, x):
-    """What a mixer computes, by its definition: direct convolutions, and weights of all pairs of positions."""
+    """The output of a mixer by its definition, with direct convolutions and weights for all pairs of positions."""
     T, d = x.shape[1:]
     short = lambda u: convolved(u, m.conv_weight.T.flip(0), m.conv_bias)
     averaged = lambda weights, v: weights.tril() @ v / weights.tril().sum(-1, keepdim=True)
@@ -156,7 +156,7 @@ def by_hand(name, m, x):
 
 
 @pytest.mark.parametrize("name", NEW)
-def test_against_direct_sums(name):
+def test_mixers_agree_with_direct_sums(name):
     g = torch.Generator().manual_seed(4)
     x, dy = torch.randn(2, 2, 24, 12, dtype=torch.float64, generator=g)
     m, x = mixer_of(name), x.requires_grad_()
@@ -183,7 +183,7 @@ def tiny(mixer):
     return m
 
 
-def test_numbers_that_a_sequence_keeps():
+def test_state_sizes_are_those_counted_by_hand():
     sizes = {"attention": 2 * 2 * 24 * 16, "based": 2 * 16 + 73 * 17, "hyena": 2 * (24 * 16 + 6 * 16),
              "baseconv": 2 * 16 + 24 * 16}
     assert {mixer: counting.state_size(tiny(mixer), 24) for mixer in sizes} == sizes
@@ -213,7 +213,7 @@ def test_every_parameter_learns(mixer):
 
 
 @pytest.mark.parametrize("mixer", ["attention", "based", "hyena"])
-def test_what_writes_to_the_residual_stream_starts_at_the_scale_of_two_branches(mixer):
+def test_maps_to_the_residual_stream_start_at_the_scale_of_two_branches(mixer):
     last = Recall(config_of(mixer, n_embd=64)).layers[1].branches[0].mixer
     assert last.out_proj.weight.std().item() == pytest.approx(0.02 * 2**-0.5, rel=0.1)
     if mixer == "hyena":
@@ -222,7 +222,7 @@ def test_what_writes_to_the_residual_stream_starts_at_the_scale_of_two_branches(
 
 @pytest.mark.parametrize("mixer", ["attention", "based", "longhorn"])
 @torch.no_grad()
-def test_a_tenth_of_the_embedding_is_dropped_in_training_alone(mixer):
+def test_a_tenth_of_the_embedding_is_dropped_only_in_training(mixer):
     model, idx = tiny(mixer), torch.randint(32, (8, 24))
     first, entering = model.layers[0].branches[0], []
     first.register_forward_pre_hook(lambda branch, args: entering.append(args[0]))
@@ -234,7 +234,7 @@ def test_a_tenth_of_the_embedding_is_dropped_in_training_alone(mixer):
     else:
         assert (kept == 0).double().mean().item() == pytest.approx(0.1, abs=0.02)
         assert_close(kept[kept != 0], whole[kept != 0] / 0.9)
-    assert torch.equal(first(whole)[0], first(whole)[0]) == (mixer != "attention")  # which drops some weights too
+    assert torch.equal(first(whole)[0], first(whole)[0]) == (mixer != "attention")  # attention also drops some weights
 
 
 # ------------------------------------------------------------------------------------------------------------- one run
@@ -250,18 +250,18 @@ SMALL = ["--n_embd=16", "--block_size=16", "--pairs=2", "--vocab_size=32", "--tr
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """A command whose only cell has finished: (its command line, the sweep's folder, the run's)."""
+    """(command line, folder of the sweep, folder of the run), for a sweep whose only cell has finished."""
     folder = tmp_path_factory.mktemp("recall") / "x"
     settings = [a for a in SMALL if not a.startswith(("--block_size=", "--n_embd"))]
     line = ["run", "--mixers=based", "--Ts=16", "--widths=16", "--lrs=1e-2", "--seeds=3", f"--out={folder}", *settings,
             "--epochs=2", "--eval_interval=5", "--self_check=on"]
     (planned,) = mqar.RecallSweep(line).plan()
     cell.main([*planned.argv, f"--out_dir={folder / planned.name}"])
-    assert np.random.get_state()[1][0] == 3  # seeded: nothing else draws from here
+    assert np.random.get_state()[1][0] == 3  # seeded with 3, and nothing draws from it
     return line, folder, folder / planned.name
 
 
-def test_the_records_of_a_run(ran):
+def test_the_records_of_a_run_are_right(ran):
     line, _, out = ran
     result, config, log = record(out), record(out, "config"), read_log(out, "eval")
     assert [e["step"] for e in log] == [5, 10, 15, 20, 24]
@@ -276,14 +276,14 @@ def test_the_records_of_a_run(ran):
     assert config["data"]["sha256"]["test"] == generate(Task(16, 2, 32), 50, 3, "test").sha256()
 
 
-def test_a_sweep_from_its_plan_to_the_report(ran, monkeypatch, capsys):
+def test_a_sweep_runs_from_its_plan_to_its_report(ran, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     line, folder, out = ran
     assert mqar.main([*line, f"--out={folder}/none", "--dry-run"]) == 0 and not (folder / "none").exists()
     printed = capsys.readouterr().out
     assert "1 runs" in printed and "experiments/recall/cell.py --model=based --block_size=16" in printed
     assert " s at most, going by" in printed
-    assert mqar.main(line) == 0 and "report.png" in capsys.readouterr().out  # the run is not run again
+    assert mqar.main(line) == 0 and "report.png" in capsys.readouterr().out  # a finished run does not run again
     for source in (folder, folder / "report.json"):
         (run,) = records.read(source).itertuples()
         assert run.curve == [[e["step"], e["accuracy"], e["val_loss"]] for e in read_log(out, "eval")]
@@ -306,7 +306,7 @@ def test_the_rate_is_a_cosine_stepped_once_per_epoch():
     assert cell.rate_factor(47, config) == 1.0
 
 
-def test_accuracy_is_that_of_answers_one_example_at_a_time():
+def test_accuracy_is_the_same_one_example_at_a_time():
     config = config_of("attention", test_examples=40, train_examples=50, dtype="float32", micro_batch_size=16)
     model, data = tiny("attention").train(), cell.RecallData(config, torch.device("cpu"))
     answers = functools.partial(cell.answers, config, model, device=torch.device("cpu"))
@@ -323,14 +323,14 @@ def test_accuracy_is_that_of_answers_one_example_at_a_time():
     assert loss == pytest.approx(np.mean(nats), rel=1e-5)
     rows = {(b["from"], b["to"]): b["accuracy"] for b in cell.by_distance(right, data.test.distances())}
     assert rows[4, 8] == right[(data.test.distances() >= 4) & (data.test.distances() < 8)].mean()
-    fresh = generate(config.task(4), 60, config.seed, "pairs")  # in neither of the sets
+    fresh = generate(config.task(4), 60, config.seed, "pairs")  # in neither set
     row = next(row for row in cell.by_pairs(config, model, data.device, 60) if row["pairs"] == 4)
     assert row == {"pairs": 4, "queries": 240, "accuracy": answers(fresh)[0].mean()}
     config.stop_at = right.mean()  # reached exactly
     assert cell.evaluate(config, data, model)["reached"]
 
 
-def test_an_epoch_has_every_example_once_however_it_is_shared():
+def test_an_epoch_has_every_example_once_however_many_processes_share_it():
     config = config_of("attention", train_examples=101, test_examples=1, batch_examples=50, seed=2)
     data = cell.RecallData(config, torch.device("cpu"))
     row = {r.tobytes(): i for i, r in enumerate(data.train.tokens.astype(np.int64))}
@@ -339,15 +339,15 @@ def test_an_epoch_has_every_example_once_however_it_is_shared():
         seen, weights = [], np.zeros(3)
         for step, rank in product(range(3), range(world)):
             batches = [*data.micro_batches(step, rank, world, size)]
-            # also in the last step of an epoch, which has a row for one process alone
+            # also in the last step of an epoch, which has a row for one process only
             assert batches and all(len(idx) for idx, *_ in batches)
             for idx, _, weight in batches:
                 seen += [row[r.tobytes()] for r in idx.numpy()] if weight else []
-                weights[step] += weight / world  # as the mean over processes has it
+                weights[step] += weight / world  # processes are averaged
         assert sorted(seen) == list(range(101)) and weights == pytest.approx(1)
 
     def begun(step, rank=0):
-        """A step's first tokens, and what dropout would draw."""
+        """The first tokens of a step, and the numbers that dropout would draw."""
         idx, *_ = next(data.micro_batches(step, rank, 2, 50))
         return idx.tolist(), torch.rand(4).tolist()
 
@@ -360,11 +360,11 @@ def test_an_epoch_has_every_example_once_however_it_is_shared():
 
 # ----------------------------------------------------------------------------------------------------------- the sweep
 
-def test_the_papers_448_runs_as_specified():
+def test_the_plan_has_the_papers_448_runs_as_specified():
     for preset, runs in (("laptop", (9 + 3) * 2), ("sooner", 2 * 3 * 6), ("steps", 2 * 6 * 2 * 3), ("gpu", 3 * 4)):
         planned = mqar.RecallSweep(["run", f"--preset={preset}"]).plan()
         assert len(planned) == runs, preset
-    assert {(c.at["T"], c.at["n_embd"]) for c in planned} == {(512, 64)}  # the claim
+    assert {(c.at["T"], c.at["n_embd"]) for c in planned} == {(512, 64)}  # of the preset gpu
     cells = mqar.RecallSweep(["run", "--preset=paper", "--widths=64"]).plan()
     assert mqar.PRESETS["paper"].widths == (64, 128, 256, 512) and len({c.name for c in cells}) == len(cells) == 448 / 4
     assert {c.at["mixer"] for c in cells} == {"attention", "based", "hyena", "rwkv4", "baseconv", "mamba", "longhorn"}
@@ -403,14 +403,14 @@ def test_a_run_of_a_saved_sweep_can_be_read_twice():
 
 
 @pytest.mark.parametrize("name", ["laptop", "steps"])
-def test_each_number_of_a_page_is_that_of_its_records(name, tmp_path):
-    """For one width, with a line of seeds per mixer, and for several."""
+def test_each_number_on_a_page_comes_from_its_records(name, tmp_path):
+    """One page has a single width, with a line over seeds for each mixer. The other has several widths."""
     assert report.write(RESULTS / f"recall_{name}.json", tmp_path / f"recall_{name}")["png"].stat().st_size > 10_000
     assert (tmp_path / f"recall_{name}.md").read_text() == (RESULTS / f"recall_{name}.md").read_text()
 
 
 def runs_of(*rows):
-    """Runs at one point, of (learning rate, seed, accuracy); without an accuracy it diverged."""
+    """Runs at one point, from rows of (learning rate, seed, accuracy). A run without an accuracy diverged."""
     runs = pandas.DataFrame(rows, columns=["learning_rate", "seed", "accuracy"]).astype({"accuracy": float})
     diverged = runs.accuracy.isna()
     runs = runs.assign(
@@ -424,15 +424,15 @@ def runs_of(*rows):
 
 @pytest.mark.parametrize("rows, rate", [
     ([(0.1, 1, 0.9), (0.1, 2, 0.5), (0.2, 1, 0.8), (0.2, 2, 0.8)], 0.2),
-    ([(0.1, 1, 0.9), (0.1, 2, None), (0.2, 1, 0.6), (0.2, 2, 0.6)], 0.2),  # what diverged answers nothing
+    ([(0.1, 1, 0.9), (0.1, 2, None), (0.2, 1, 0.6), (0.2, 2, 0.6)], 0.2),  # a diverged run counts as 0
     ([(0.1, 1, 0.9), (0.2, 1, 0.6), (0.2, 2, 0.6)], 0.2),  # the rate with more seeds
     ([(0.1, 1, 0.6), (0.2, 1, 0.6)], 0.1)])  # equally good: the lower one
-def test_the_rate_with_the_best_mean_over_all_seeds_counts(rows, rate):
+def test_the_rate_with_the_best_mean_over_all_seeds_is_chosen(rows, rate):
     point, = report.summarise(runs_of(*rows)).itertuples()
     assert point.learning_rate == rate
 
 
-def test_a_point_by_hand():
+def test_a_point_agrees_with_one_by_hand():
     point, = report.summarise(runs_of((0.1, 2, 0.4), (0.1, 1, 0.8), (0.1, 3, None), (0.2, 1, 0.1))).itertuples()
     assert point.recalls == [0.4, 0.2, 0] and point.shown == "20.0% (0.0% .. 40.0%, 3 seeds)"
     assert point.half[0.1] == [100, 200, math.inf] and point.at_all_rates == "0.1: 40.0%, 0.2: 10.0%"
@@ -445,14 +445,14 @@ def test_a_page_without_a_point_says_so():
     assert page.sentences == ["No run at a best rate has ended."] and not page.panels and not page.below
 
 
-def test_steps_to_half_are_compared_by_all_ways_to_divide_them():
+def test_steps_to_half_are_compared_over_all_ways_to_split_them():
     never = math.inf
     assert report.mann_whitney([never] * 3, [never] * 3) == 1
     tied, other = [1, 2, 2, 3, never], [2, 3, 3, never]
     off = lambda a: abs(sum(stats.rankdata(tied + other)[list(a)]) - 25)
     ways = [off(a) for a in combinations(range(9), 5)]
     assert report.mann_whitney(tied, other) == pytest.approx(np.mean([way >= off(range(5)) for way in ways]))
-    assert report.mann_whitney(range(20), range(20, 40)) == pytest.approx(2 / math.comb(40, 20))  # not one by one
+    assert report.mann_whitney(range(20), range(20, 40)) == pytest.approx(2 / math.comb(40, 20))  # of 1.4e11 ways
 
 
 REFUSED = """
@@ -473,7 +473,7 @@ cell.py --backend=gpu                            unknown backend
 
 
 @pytest.mark.parametrize("line, words", table(REFUSED))
-def test_mistakes_are_one_line(line, words, monkeypatch, tmp_path):
+def test_mistakes_get_one_line(line, words, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     program, *argv = line.split()
     if program == "cell.py":

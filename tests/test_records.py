@@ -37,7 +37,7 @@ def write_log(folder, *events, tail=""):
 
 
 def test_events_come_back_in_order_and_by_kind(tmp_path):
-    """Up to the step from which a run is resumed: later events are dropped, and so is a torn line."""
+    """A resumed run drops events after its step, and a torn line."""
     log = Log(tmp_path)
     written = [log.write("train", 1, train_loss=2.5), log.write("eval", 1, val_loss=2.0),
                log.write("train", 2, train_loss=2.25)]
@@ -55,17 +55,17 @@ def test_events_come_back_in_order_and_by_kind(tmp_path):
 
 
 def test_a_torn_last_line_is_left_out(tmp_path):
-    """However many of its characters a kill left. With all but the newline, the event counts."""
+    """This holds however many of its characters a kill left. An event that lacks only its newline counts."""
     events, last = [train_event(1, 3.0), train_event(2, 2.0)], json.dumps(train_event(3, 1.0))
     for cut in range(1, len(last) + 1):
         write_log(tmp_path, *events, tail=last[:cut])
         assert read_log(tmp_path) == events + [json.loads(last)] * (cut == len(last))
 
 
-def test_what_is_not_finite_becomes_null(tmp_path):
+def test_numbers_that_are_not_finite_become_null(tmp_path):
     record = Log(tmp_path).write("train", 1, train_loss=math.nan, norm=math.inf, low=-math.inf, lr=0.0, mfu=None)
     line = (tmp_path / "log.jsonl").read_text()
-    assert json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) == record
+    assert json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON")) == record
     assert list(record.values())[2:] == [None, None, None, 0.0, None]
 
 
@@ -89,7 +89,7 @@ def test_files_are_written_whole_or_not_at_all(tmp_path):
 
 
 def test_a_line_that_the_disk_cuts_is_written_again(tmp_path):
-    """The file may not grow beyond the middle of the second line: the system then writes as much as fits, as on a full
+    """The file may not grow beyond the middle of the second line. The system then writes as much as fits, as on a full
     disk."""
     log, (limit, most) = Log(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     log.write("train", 1, train_loss=3.0)
@@ -122,7 +122,7 @@ def test_a_link_in_a_strangers_folder_is_not_written_through(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 99, b"[1]", b"null", b'{"steps": 1', b"[" * 99999, b"\xff{}", None])
-def test_a_damaged_record_is_none(tmp_path, content):
+def test_a_damaged_record_is_refused(tmp_path, content):
     path = tmp_path / "result.json"
     os.mkfifo(path) if content is None else path.write_bytes(content)
     with pytest.raises(BadRecord, match="result.json is damaged"):
@@ -157,7 +157,7 @@ def test_only_what_a_dead_process_of_this_host_left_is_deleted(tmp_path):
     mine, dead = tmp_path / "result.json", left_behind(tmp_path / "result.json")
     host, pid, start = re.fullmatch(r"result.json.tmp-(.+)-(\d+)-(\d+)", dead.name).groups()
     of = lambda *parts: f"result.json.tmp-{'-'.join(map(str, parts))}"
-    gone = [dead.name, of(host, os.getpid(), 1)]  # an earlier process with this one's number
+    gone = [dead.name, of(host, os.getpid(), 1)]  # an earlier process with this process's number
     kept = [of("elsewhere", pid, start), Path(files.temporary(mine)).name, of(host, os.getppid(),
             files.started(os.getppid())), "result.json.tmp-17", "result.json.tmp-", "mine.tmp-3", "x.json"]
     for clean in (lambda: lock_folder(tmp_path).close(), lambda: write_json(tmp_path / "result.json", {})):
@@ -165,7 +165,7 @@ def test_only_what_a_dead_process_of_this_host_left_is_deleted(tmp_path):
             (tmp_path / name).touch()
         clean()
         left = set(os.listdir(tmp_path)) - {".lock", "result.json"}
-        assert left in ({*kept}, {*kept} - {Path(files.temporary(mine)).name})  # the writer renames its own
+        assert left in ({*kept}, {*kept} - {Path(files.temporary(mine)).name})  # the writer renames its own file
     other = tmp_path / dead.name.replace("result.json", "train.bin")  # locking clears leftovers of every file
     other.touch()
     lock_folder(tmp_path).close()
@@ -182,10 +182,10 @@ def test_environment_says_where_it_ran(monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
-def test_the_commit_and_whether_there_are_changes(tmp_path, monkeypatch):
+def test_the_code_version_has_the_commit_and_says_if_there_are_changes(tmp_path, monkeypatch):
     for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "LONGHORN_COMMIT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))  # whatever repository lies above
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))  # ignores a repository above
     monkeypatch.setattr(records, "ROOT", tmp_path)
     assert code_version() == {"commit": None, "uncommitted_changes": None}
     monkeypatch.setenv("LONGHORN_COMMIT", "abc")  # for a copy without .git
@@ -198,7 +198,7 @@ def test_the_commit_and_whether_there_are_changes(tmp_path, monkeypatch):
     git("init", "-q")
     git("add", ".")
     git("commit", "-q", "-m", "first")
-    clean = code_version()  # git knows better than the variable
+    clean = code_version()  # git overrides the variable
     assert len(clean["commit"]) == 40 and clean["uncommitted_changes"] is False
     (tmp_path / "results" / "scan.json").write_text("2")  # as a measurement does
     assert code_version() == clean
@@ -210,7 +210,7 @@ def eval_event(step, loss):
     return {"event": "eval", "step": step, "tokens": 64 * step, "val_loss": loss}
 
 
-def test_a_curve_is_drawn_of_whatever_there_is_in_a_folder_of_any_name(tmp_path):
+def test_a_curve_is_drawn_of_any_events_in_a_folder_of_any_name(tmp_path):
     picture = tmp_path / r"a$\frac$b" / "loss.png"
     picture.parent.mkdir()
     nothing = {**train_event(1, 2.0), "tokens": None}
@@ -223,9 +223,9 @@ def test_a_curve_is_drawn_of_whatever_there_is_in_a_folder_of_any_name(tmp_path)
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_the_numbers_of_a_resumed_run_and_their_units(tmp_path, monkeypatch, capsys):
-    """From step 3 on, with a line every second step, so that the first covers one step. A step takes 3 s, the pause
-    after it 5."""
+def test_the_numbers_of_a_resumed_run_are_right(tmp_path, monkeypatch, capsys):
+    """The run is resumed at step 3 and logs every second step, so its first line covers one step. A step takes 3 s, the
+    pause after it 5 s."""
     now = [1000.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(telemetry, "peak_flops", lambda name: 1e6)
@@ -242,7 +242,7 @@ def test_the_numbers_of_a_resumed_run_and_their_units(tmp_path, monkeypatch, cap
         now[0] += 3
         t.log(step, train_loss=4.0, lr=1e-3)
         now[0] += 5
-    t.log_evaluation(4, {"val_loss": 2.0, "compare_loss": 3.0})  # for an earlier step, so that it is logged
+    t.log_evaluation(4, {"val_loss": 2.0, "compare_loss": 3.0})  # an earlier step: none is logged twice
     assert t.val_loss == 3.0, "the best checkpoint is chosen by compare_loss, always on the same tokens"
     assert t.finish(None) == {"val_loss": 2.0}
     said = capsys.readouterr().out
@@ -267,7 +267,7 @@ def test_the_numbers_of_a_resumed_run_and_their_units(tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize("resume, minutes, seconds", [
     ("auto", 2, 60), ("auto", 9.5, 285), ("auto", 10.5, 300), ("never", 2, 0)])
-def test_a_run_waits_for_the_one_that_may_still_save_what_it_resumes(tmp_path, monkeypatch, resume, minutes, seconds):
+def test_a_run_waits_for_another_that_may_still_save_its_checkpoint(tmp_path, monkeypatch, resume, minutes, seconds):
     """It waits for half of timeout_minutes, at most five minutes."""
     lock = mock.Mock()
     monkeypatch.setattr(files, "lock_folder", lock)
@@ -275,7 +275,7 @@ def test_a_run_waits_for_the_one_that_may_still_save_what_it_resumes(tmp_path, m
         lock.assert_called_once_with(tmp_path, seconds)
 
 
-def test_times_that_tests_shorten_are_those_that_users_are_told():
+def test_times_that_tests_shorten_are_those_on_the_page():
     page = (ROOT / "docs/reliability.md").read_text()
     assert "ten seconds after a signal the run ends with exit code 75" in page and images.GRACE_SECONDS == 10
     assert (distributed.ROLL_CALL_SECONDS, telemetry.PICTURE_SECONDS, distributed.EXIT_RETRYABLE) == (5, 300, 75)

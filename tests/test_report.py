@@ -1,4 +1,4 @@
-"""Records read into tables, and their reports: of sweeps that are made up from known laws, and of those in results/."""
+"""Tables of records and their reports, for sweeps made up from known laws and for the sweeps in results/."""
 
 import base64
 import contextlib
@@ -45,14 +45,16 @@ def law(model, n, tokens):
 
 def make_sweep(folder, models=LAWS, sizes=SIZES, seeds=(1001, 1002, 1003), rates=(2e-3, 4e-3, 8e-3), noise=0.002,
                others=OTHERS, gpu=None, **about):
-    """A finished sweep in `folder`, as train.py writes it; the middle rate is the best one. Returns its cells' names.
-    Losses are E + A / N^alpha + B / D^beta of LAWS with `noise` over seeds; `about` goes into the plan."""
+    """Make a finished sweep in `folder`, as train.py writes it, and return the names of its cells.
+
+    Losses are E + A / N^alpha + B / D^beta from LAWS, with `noise` over seeds. The middle rate is the best one. `about`
+    goes into the plan."""
     dice, cells = random.Random(0), {}
     for model, (size, n) in itertools.product(models, sizes.items()):
         wanted = [("search", STEPS // 2, rate, 1) for rate in rates]
         wanted += [("seed", steps, BEST, s) for i, s in enumerate(seeds) for steps in (STEPS, *others * (i < 2))]
         wanted += [("cosine", STEPS, BEST, seeds[0])] * (model == next(iter(models)))
-        level = {s: dice.gauss(0, noise) for s in seeds}  # of a trunk and its branches
+        level = {s: dice.gauss(0, noise) for s in seeds}  # shared by a trunk and its branches
         for stage, steps, rate, seed in wanted:
             name = f"{model}_{size}_{steps}steps_lr{rate:g}_seed{seed}" + "_cosine" * (stage == "cosine")
             cells[name] = {"stage": stage, "model": model, "size": size, "context": 256, "steps": steps, "from": 0,
@@ -66,7 +68,7 @@ def make_sweep(folder, models=LAWS, sizes=SIZES, seeds=(1001, 1002, 1003), rates
 
 
 def make_run(folder, at, n, loss, gpu):
-    """config.json, log.jsonl and result.json of one run. Its documents differ by their level, and by it alone."""
+    """Write config.json, log.jsonl and result.json of one run. The losses of its documents differ by constants."""
     folder.mkdir(parents=True)
     model, seed, steps = at["model"], at["seed"], at["steps"]
     tokens = steps * BATCH
@@ -96,7 +98,7 @@ def make_run(folder, at, n, loss, gpu):
 
 
 def change(path, **values):
-    """Set keys of a JSON file, or remove them (...); a__b is key b of the dict a."""
+    """Set keys of a JSON file, or remove a key whose value is `...`. a__b is key b of the dict a."""
     record = json.loads(path.read_text())
     for key, value in values.items():
         *parents, last = key.split("__")
@@ -111,13 +113,13 @@ def change(path, **values):
 
 
 def settings(text):
-    """{key: value} of key=JSON, separated by blanks; ... stands for itself."""
+    """{key: value} from key=JSON pairs, separated by spaces. The value `...` is not JSON and stays `...`."""
     pairs = re.findall(r"(\S+?)=(.+?)(?= \S+=|$)", text)
     return {key: ... if value == "..." else json.loads(value) for key, value in pairs}
 
 
 def damaged(folder, acts):
-    """Do to files what a row of a table says: "PATTERN gone; PATTERN KEY=JSON KEY=JSON; PATTERN NEW TEXT"."""
+    """Damage files as a row of a table says: "PATTERN gone; PATTERN KEY=JSON KEY=JSON; PATTERN NEW TEXT"."""
     for act in acts.split("; "):
         pattern, _, what = act.partition(" ")
         for path in list(folder.glob(pattern)):
@@ -130,7 +132,7 @@ def damaged(folder, acts):
 
 
 def other_code(folder, code, files):
-    """The same run with other code."""
+    """Make a run look as if other code had trained it."""
     change(folder / "config.json", environment__code=code, environment__code_files=files, code_versions=[code])
     change(folder / "result.json", code=code)
 
@@ -163,12 +165,12 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def told(tmp_path, monkeypatch):
-    """told(damage, **arguments of make_sweep): the report of Longhorn and Mamba at 460K after damage(folder, names). It
-    draws nothing, which would take a second per figure."""
+    """told(damage, **arguments of make_sweep): the report of Longhorn and Mamba at 460K after damage(folder, names). No
+    figure is drawn, which would take a second."""
     monkeypatch.setattr(figures, "draw", lambda panels, path, style: path.touch())
 
     def tell(damage=None, accept_code=(), **sweep_arguments):
-        if not accept_code:  # else it reads the last sweep again
+        if not accept_code:  # else the last sweep is read again
             names = make_sweep(tmp_path, **{**SMALL, **sweep_arguments})
         if damage:
             damage(tmp_path, names)
@@ -184,7 +186,7 @@ def one(rows, **wanted):
 
 # -------------------------------------------------------------------------------------------------- reading the records
 
-# what becomes of files, see `damaged`; why the victim is left out
+# damage to files, see `damaged`; why VICTIM is left out
 DAMAGE = f"""
 VICTIM/result.json [1]    result.json is damaged
 VICTIM/config.json gone    no config.json
@@ -214,7 +216,7 @@ VICTIM/config.json config__block_size=512; plan.json cells__VICTIM__context=512 
 
 
 def assert_left_out(folder, names, reason):
-    """Also checks the saved sweep, which keeps the reason if it cannot keep the records."""
+    """Assert that VICTIM alone is left out, for `reason`. A saved sweep keeps the reason, even without the records."""
     records.save(folder, folder / "saved.json")
     for source in (folder, folder / "saved.json"):
         runs = records.read(source)
@@ -235,7 +237,7 @@ def test_a_damaged_run_is_named_and_left_out(tmp_path, damage, reason):
 @pytest.mark.parametrize("last, reason", [
     (1034, "it diverged: loss or gradient not finite up to step 1034"), (1033, "not finished (step 1033)")])
 def test_a_run_has_diverged_once_it_gave_up(tmp_path, last, reason):
-    """It gives up after max_bad_steps, 10; a run that was killed before may recover."""
+    """It gives up after 10 steps, max_bad_steps. A run that was killed before that may still recover."""
     names = make_sweep(tmp_path, **SMALL)
     (tmp_path / VICTIM / "result.json").unlink()
     with open(tmp_path / VICTIM / "log.jsonl", "a") as log:
@@ -245,7 +247,7 @@ def test_a_run_has_diverged_once_it_gave_up(tmp_path, last, reason):
 
 
 @pytest.mark.parametrize("other, reason", [("mamba_460K", "model"), ("longhorn_130K", "folder")])
-def test_a_folder_that_is_anothers(tmp_path, other, reason):
+def test_a_folder_with_another_runs_records_is_left_out(tmp_path, other, reason):
     names = make_sweep(tmp_path, SMALL["models"], SIZES, others=())
     shutil.rmtree(tmp_path / VICTIM)
     shutil.copytree(tmp_path / VICTIM.replace("longhorn_460K", other), tmp_path / VICTIM)
@@ -255,7 +257,7 @@ def test_a_folder_that_is_anothers(tmp_path, other, reason):
 @pytest.mark.parametrize("text", [
     "{", "[]", '{"cells": []}', '{"cells": {"a": 1}}', '{"cells": {"../a": {}}}', '{"cells": {"a": {"argv": []}}}',
     '{"cells": {"a": {"argv": [0]}}}', '{"cells": {}, "models": 5}', '{"cells": {}, "sizes": {"S": [null]}}'])
-def test_a_damaged_plan_or_saved_sweep_is_one_sentence(tmp_path, text):
+def test_a_damaged_plan_or_saved_sweep_gets_one_line(tmp_path, text):
     with pytest.raises(ConfigError, match="holds no sweep"):
         report.write(tmp_path)
     for name, source in (("plan.json", tmp_path), ("saved.json", tmp_path / "saved.json")):
@@ -267,7 +269,7 @@ def test_a_damaged_plan_or_saved_sweep_is_one_sentence(tmp_path, text):
 
 # --------------------------------------------------------------------------------------------------- code, saved sweeps
 
-def test_versions_of_the_code_stand_side_by_side_and_are_joined_on_request(told, tmp_path):
+def test_versions_of_the_code_are_listed_and_joined_on_request(told, tmp_path):
     def damage(folder, names):
         beef, cafe, cafe_too, *_, both = names
         other_code(folder / beef, "beef", FILES | {"model.py": "9" * 12})
@@ -289,13 +291,13 @@ def test_versions_of_the_code_stand_side_by_side_and_are_joined_on_request(told,
         assert "## Uncommitted changes\n\n +class Mine:\n" in text
         assert f"Left out, {left} of {n} planned runs" in text
         assert (f"other code, beef, than most runs, {CODE}: --accept_code=beef joins it" in text) != bool(accepted)
-    assert records.read(tmp_path, (CODE,)).attrs["code"][0]["code"] != CODE  # what is joined decides nothing
+    assert records.read(tmp_path, (CODE,)).attrs["code"][0]["code"] != CODE  # a joined version is never the first
     with pytest.raises(ConfigError, match="--accept_code=f00d: the runs of .* have ab0d75f4c450, beef, cafe"):
         records.read(tmp_path, ("f00d",))
 
 
-def test_a_run_that_ended_in_other_code_does_not_speak_for_it(tmp_path):
-    """The last run began in CODE and ended in beef, whose commit it names."""
+def test_a_run_that_ended_with_other_code_does_not_decide_the_commit(tmp_path):
+    """The last run began with CODE and ended with beef, whose commit it names."""
     *_, last = make_sweep(tmp_path, **SMALL)
     change(tmp_path / last / "config.json", environment__code="beef", environment__commit="b" * 40,
            code_versions=[CODE, "beef"])
@@ -311,7 +313,7 @@ def test_a_saved_sweep_gives_the_same_report_of_the_same_records(told, tmp_path,
     paths = report.write(tmp_path, save_it=True)
     saved = tmp_path / "results" / f"{tmp_path.name}.json"
     assert saved.stat().st_size < 100_000 and paths["md"] == tmp_path / "results" / tmp_path.name / "report.md"
-    assert str(read_report(paths)) == str((before, text))  # NaN is not itself
+    assert str(read_report(paths)) == str((before, text))  # as text, because NaN != NaN
     records.save(saved, tmp_path / "twice.json")
     assert (tmp_path / "twice.json").read_bytes() == saved.read_bytes()
     columns = sorted({*records.read(saved)} - {"out_dir"})
@@ -331,7 +333,7 @@ def undrawn(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["scaling_laptop", "duel_longhorn_mamba_bpe"])
-def test_each_number_of_a_sweeps_pages_is_that_of_its_records(name, tmp_path, undrawn):
+def test_each_number_on_a_sweeps_pages_comes_from_its_records(name, tmp_path, undrawn):
     page = (RESULTS / name / "report.md").read_text()
     (accepted,) = re.findall(rf"report results/{name}.json(?: --accept_code=(\S+))?$", page, re.MULTILINE)
     report.write(RESULTS / f"{name}.json", tmp_path, accept_code=accepted.split(",") if accepted else ())
@@ -339,8 +341,8 @@ def test_each_number_of_a_sweeps_pages_is_that_of_its_records(name, tmp_path, un
         assert (tmp_path / file).read_text() == (RESULTS / name / file).read_text()
 
 
-def test_the_three_lines_of_the_documentation(monkeypatch):
-    """They give the losses in the file, computed by hand."""
+def test_the_three_lines_of_the_documentation_work(monkeypatch):
+    """They give the same losses as the file, averaged by hand."""
     monkeypatch.chdir(RESULTS.parent)
     blocks = re.findall(r"```python\n(.*?)\n```", Path("docs/experiments.md").read_text(), re.DOTALL)
     *statements, table = next(block for block in blocks if "records.read" in block).split("\n")
@@ -385,7 +387,7 @@ def loss_by_hand(folder, name, documents=slice(None)):
     return sum(w * loss for w, loss in pairs) / sum(w for w, _ in pairs)
 
 
-def test_losses_are_of_all_files_and_of_seeds_that_chose_nothing(whole):
+def test_losses_are_means_over_all_files_and_over_seeds_that_chose_nothing(whole):
     folder, _, tables, page = whole
     losses = [loss_by_hand(folder, f"longhorn_1.5M_1024steps_lr0.004_seed{seed}") for seed in (1001, 1002, 1003)]
     row = one(tables["losses"], model="longhorn", size="1.5M")
@@ -399,7 +401,7 @@ def test_losses_are_of_all_files_and_of_seeds_that_chose_nothing(whole):
 
 
 def test_the_multiplier_is_that_of_the_laws(whole):
-    """How many times b's tokens Longhorn needs for b's loss: the laws' value is inside the interval, which is
+    """It says how many times b's tokens Longhorn needs for b's loss. The laws' value is inside the interval, which is
     narrow."""
     _, _, tables, page = whole
     E, A, alpha, B, beta = LAWS["longhorn"]
@@ -412,7 +414,7 @@ def test_the_multiplier_is_that_of_the_laws(whole):
     assert re.search(r"<strong>Longhorn needs 0\.\d\d \(0\.\d\d \.\. 0\.\d\d\) times RetNet's tokens at 1.5M", page)
 
 
-def test_an_experiment_of_ones_own_is_a_kind_and_a_page(tmp_path, monkeypatch, capsys):
+def test_a_users_experiment_needs_a_kind_and_a_page(tmp_path, monkeypatch, capsys):
     kind = records.Kind(("heat", "seed"), "val_loss", ("vocab_size",), lambda row, record, evaluations: row)
     monkeypatch.setitem(records.KINDS, "own", kind)
     cells = {}
@@ -459,7 +461,7 @@ def set_losses(folder, names, family, loss):
             (folder / name / "log.jsonl").write_text(json.dumps(last) + "\n")
 
 
-def test_a_row_per_budget_and_where_the_curves_cross(told):
+def test_pairs_have_a_row_per_budget_and_the_crossing_of_their_curves(told):
     """Longhorn is .04 above Mamba at 256 steps, .01 at 512 and .01 below at 1024: -.025 nats per doubling."""
     level = {1001: 0.001, 1002: -0.002, 1003: 0.0015}
     of_law = functools.partial(law, "mamba", 460_000)
@@ -478,20 +480,20 @@ def test_a_row_per_budget_and_where_the_curves_cross(told):
     assert crossing == pytest.approx(512 * BATCH * 2**0.5, rel=0.03)
     assert rows[2]["trend"] == pytest.approx(-0.025, abs=1e-3) and f" {rows[2]['crossings']} | -0.0250 (" in text
     assert all(row["rates_se"] > 0 for row in rows)
-    rise = of_law(1024 * BATCH / 1.8) - of_law(1024 * BATCH)  # without what was added
+    rise = of_law(1024 * BATCH / 1.8) - of_law(1024 * BATCH)  # before `above` was added
     assert rows[2]["of_claim"] == pytest.approx(rise + 0.017, abs=0.008)
     assert "1.8 times Mamba's sample efficiency" in text and f"{-rows[2]['of_claim']:.3f} nats at 460K" in text
 
 
 def test_hours_count_processes_and_what_a_branch_trained_itself(told):
-    """Two runs at the same time count once in the time under way, and a break between two commands does not count."""
+    """In the time under way, two runs at the same time count once. A break between two commands does not count."""
     def damage(folder, names):
         plan = json.loads((folder / "plan.json").read_text())
         for i, name in enumerate(names):
             change(folder / name / "result.json", seconds=1800.0, processes=3, tokens_per_second=...)
             change(folder / name / "config.json", derived__processes=3,
                    time=f"2026-11-{20 + i // 6}T{2 * (i // 2):02}:00:00+00:00")
-        plan["cells"][names[0]]["from"] = 384  # of 512 steps: a quarter of its time is its own
+        plan["cells"][names[0]]["from"] = 384  # of 512 steps, so it trained a quarter itself
         (folder / "plan.json").write_text(json.dumps(plan))
     _, text = told(damage, seeds=(1001, 1002), rates=(2e-3, 4e-3, 8e-3), others=())
     assert "11 of 11 runs are used. AMD EPYC; begun 2026-11-20 to 2026-11-21" in text
@@ -500,7 +502,7 @@ def test_hours_count_processes_and_what_a_branch_trained_itself(told):
 
 
 def test_flops_and_seconds_are_the_tokens_times_the_cost_of_each_familys_token(told):
-    """Longhorn's token costs three times the FLOPs of Mamba's, and a quarter of the time; all have three bytes."""
+    """A token costs Longhorn three times Mamba's FLOPs and a quarter of its time. Every token has three bytes."""
     def damage(folder, names):
         for name in names:
             result = json.loads((folder / name / "result.json").read_text())
@@ -523,10 +525,10 @@ def test_numbers_have_three_digits_and_a_unit(n, text):
     assert pages.human(n) == text
 
 
-# -------------------------------------------------------------------------------------------------- what cannot be told
+# ---------------------------------------------------------------------------------------------- what cannot be decided
 
 ODD_RATE = "mamba_460K_1024steps_lr0.004_seed1003"
-# how make_sweep is called; what becomes of files, see `damaged`; what the page says, or does NOT say
+# arguments of make_sweep; damage to files, see `damaged`; what the page says, or does NOT say
 ODD = f"""
 seeds=[1001]    -    Longhorn has one seed at 460K, which gives no interval    NOT | **
         Longhorn is lowest, but cannot be tested against Mamba: two seeds are needed
@@ -557,14 +559,14 @@ sizes={{"350M at 4096": 369800000}} paper=false    -    CPU hours    NOT 2.859  
 
 
 @pytest.mark.parametrize("made, damage, words", [(*row[:2], row[2:]) for row in table(ODD)])
-def test_what_the_page_of_odd_runs_says(told, made, damage, words):
+def test_the_page_says_what_is_odd_about_its_runs(told, made, damage, words):
     _, text = told(lambda folder, names: damaged(folder, damage), **settings(made))
     assert [each for each in words if (each.removeprefix("NOT ") in text) == each.startswith("NOT ")] == []
 
 
 # ------------------------------------------------------------------------------------------------------------ the files
 
-def test_the_page_is_whole_asks_for_nothing_and_escapes_names(whole):
+def test_the_page_is_whole_loads_nothing_and_escapes_names(whole):
     _, paths, _, text = whole
     assert not re.search(r"<script| on\w+=|url\(|@import", text)
     (image,) = re.findall(r'(?:src|href)="(?!data:,")([^"]*)"', text)
@@ -582,7 +584,7 @@ def test_markdown_tables_are_whole(whole):
 
 
 def test_a_figure_has_the_intervals_of_its_curves(tmp_path, monkeypatch):
-    """A band over x, with a legend sorted by the height of the curves' ends; without y, points on a line."""
+    """Curves over x have a band, and a legend sorted by the height of their ends. Without y, points lie on a line."""
     drawn = []
     monkeypatch.setattr(figures, "save_figure", lambda figure, path, **how: drawn.append(figure))
     over_x = figures.Curve("gla", "GLA", [1, 2], [5, 6], [4, 3], [7, 9])
@@ -597,7 +599,7 @@ def test_a_figure_has_the_intervals_of_its_curves(tmp_path, monkeypatch):
     pyplot.close()
 
 
-def test_figures_take_a_style_of_ones_own(tmp_path):
+def test_figures_take_a_users_style(tmp_path):
     make_sweep(tmp_path, **SMALL)
     plain = report.write(tmp_path)["png"].read_bytes()
     (tmp_path / "mine.mplstyle").write_text("axes.facecolor: yellow\n")
@@ -614,8 +616,10 @@ LARGER = 3_500_000
 
 @pytest.fixture(scope="module")
 def law_page(tmp_path_factory):
-    """The folder of a law's page with two families; one size of GLA is not complete. Of four predicted losses one is
-    measured inside its interval, one outside, one began too early, and one has not begun."""
+    """The folder of a law's page. Two families are fitted; GLA is not, because one of its sizes is not complete.
+
+    There are four predicted losses: one is measured inside its interval, one outside, one began too early, and one has
+    not begun."""
     folder = tmp_path_factory.mktemp("law")
     make_sweep(folder / "runs", ["longhorn", "llama", "gla"], seeds=(1001, 1002), others=(64, 128, 256, 512))
     (folder / "runs/gla_460K_256steps_lr0.004_seed1002/result.json").unlink()
@@ -642,9 +646,8 @@ def law_page(tmp_path_factory):
     return folder
 
 
-def test_the_page_of_a_law(law_page):
-    """Its parts come in order; the ratio at equal size is that of LAWS, and the fate of the predictions is written by
-    hand."""
+def test_the_page_of_a_law_has_its_parts_in_order(law_page):
+    """The ratio at equal size is compared with LAWS. What became of the predictions is written out by hand."""
     text = (law_page / "report.md").read_text()
     sentences = re.findall(r"^\*\*(.*)\*\*$", text, re.MULTILINE)
     assert [re.sub(r"[-+\d].*", "", said) for said in sentences] == [
@@ -668,11 +671,11 @@ def test_the_page_of_a_law(law_page):
     assert "its run began before" in text and "GLA: 460K not complete" in text and "3.5M not" not in text
     lines = (law_page / "points.csv").read_text().splitlines()
     assert re.match("# schema 1, a line per run, by commit .*nats per token", lines[0])
-    assert len(lines) == 2 + 3 * 3 * (3 + 10) + 3 + 3  # three cosines, three that were predicted
+    assert len(lines) == 2 + 3 * 3 * (3 + 10) + 3 + 3  # at the end three cosines and three predicted runs
 
 
 @pytest.mark.parametrize("model, told", [("longhorn", "1 can be"), ("gla", "0 can be")])
-def test_the_page_of_a_law_of_one_family_or_none(law_page, tmp_path, monkeypatch, model, told):
+def test_the_page_of_a_law_can_have_one_family_or_none(law_page, tmp_path, monkeypatch, model, told):
     monkeypatch.setattr(law_program, "by_other_choices", lambda *_: {})
     options = ["--least=0.25", "--draws=1", f"--out={tmp_path / 'report'}"]
     law_program.main([str(law_page / "report.json"), model, *options])

@@ -32,7 +32,7 @@ def out(tmp_path_factory):
 
 
 def says(monkeypatch, tokens):
-    """Makes models say these tokens, whatever they are asked; returns the prompts, and the screen before each token."""
+    """Make models say these tokens, whatever the prompt. Returns the prompts, and the screen before each token."""
     prompts = []
     screens = []
 
@@ -45,10 +45,10 @@ def says(monkeypatch, tokens):
     return prompts, screens
 
 
-def test_gpt2_tokens_that_split_a_character():
+def test_gpt2_tokens_that_split_a_character_are_joined():
     text = Text("gpt2", vocab=VOCAB)
     a, *smile = tokens = text.encode("a 😀")
-    said = [text.decode(token) for token in [*tokens, 50257, smile[0], a]]  # 50257 is none of its tokens
+    said = [text.decode(token) for token in [*tokens, 50257, smile[0], a]]  # 50257 is not a token
     assert said == ["a", " ", "😀", "", " ", "\ufffda"]
 
 
@@ -63,8 +63,8 @@ def test_the_same_seed_says_the_same(out):
 
 
 def test_what_is_said_is_what_the_model_generates(out):
-    """It equals `generate` on the loaded model, also after a prompt longer than the training context. By default: 500
-    tokens after an empty line, at a temperature of 0.8, one sample."""
+    """It equals `generate` on the loaded model, also after a prompt longer than the training context. The defaults are
+    one sample of 500 tokens after an empty line, at a temperature of 0.8."""
     lm, meta = sample.load_model(out)
     assert not lm.training and meta["tokenizer"] == "bytes"
     for prompt, n, given in ("\n", 500, False), ("far longer than the context of twenty-four bytes " * 3, 50, True):
@@ -81,14 +81,14 @@ def test_text_streams_character_by_character(out, monkeypatch):
     _, screens = says(monkeypatch, [*"aé😀b".encode(), 0xE2, 0x82])
     result = run(out_dir=out, prompt="P", max_new_tokens=10, num_samples=2)
     assert result.out == "Paé😀b\ufffd\n\n---\nPaé😀b\ufffd\n"
-    assert screens[:8] == ["", "", "Pa", "Paé", "Paé", "Paé", "Paé", "Paé😀"]  # two first: kernels are built
-    text = Text("bytes")  # what is no text, nor a byte, does not stop the stream
+    assert screens[:8] == ["", "", "Pa", "Paé", "Paé", "Paé", "Paé", "Paé😀"]  # the first two build the kernels
+    text = Text("bytes")  # bytes that are not text, or not bytes, do not stop the stream
     assert text.encode("\ud83d") == [0xED, 0xA0, 0xBD]
     assert "".join(text.decode(token) for token in [0xC3, 0x28, 256, 0xFF, 300, 0x61]) == "\ufffd(\ufffda"
 
 
-def test_prompts_from_everywhere(out, tmp_path, monkeypatch):
-    """In UTF-8; bytes that are not text are a prompt for a model of bytes."""
+def test_prompts_come_from_the_command_line_a_file_or_stdin(out, tmp_path, monkeypatch):
+    """They are in UTF-8. A model of bytes also takes bytes that are not text."""
     prompts, _ = says(monkeypatch, [33])
     content = b"\xff\xfea\r\n\x00"
     (tmp_path / "prompt.txt").write_text("from a file €\n", encoding="utf-8")
@@ -101,10 +101,10 @@ def test_prompts_from_everywhere(out, tmp_path, monkeypatch):
         assert run(out_dir=out, **how).out == "\ufffd\ufffda\r\n\x00!\n" and bytes(prompts[-1]) == content
     characters = make_run(tmp_path / "char", tiny(vocab_size=len(TABLE)), tokenizer="char", table=TABLE)
     (tmp_path / "lines").write_bytes("wörld\r\n".encode())
-    assert run(out_dir=characters, prompt=f"@{tmp_path}/lines").out == "wörld\n\n"  # 33 is no character of the table
+    assert run(out_dir=characters, prompt=f"@{tmp_path}/lines").out == "wörld\n\n"  # 33 is not a character of the table
 
 
-# What is typed; what differs in the checkpoint of `out`, or in its config; words of the line.
+# What is typed; changes to the checkpoint of `out` or to its config; words of the error.
 REFUSED = r"""
 --out_dir=/nothing     {}                           /nothing/checkpoint.safetensors  no checkpoint
 --prompt=              {}                           empty
@@ -147,7 +147,7 @@ def test_mistakes_get_one_line_before_anything_is_said(out, tmp_path, monkeypatc
     refused(run(f"--out_dir={tmp_path}", "--prompt=b", typed, stdin=b"\xff"), *words)
 
 
-def test_a_setting_of_former_versions_is_nothing_at_its_default(out, tmp_path):
+def test_a_removed_setting_is_ignored_at_its_default_and_else_refused(out, tmp_path):
     tensors, meta = checkpoint.load(out / "checkpoint.safetensors")
     for value in (False, True):
         config = {**meta["config"], "as_released": value, "eval_sets": "a:b"}
@@ -157,7 +157,7 @@ def test_a_setting_of_former_versions_is_nothing_at_its_default(out, tmp_path):
     refused(result, "as_released=True is no longer a setting", "rwkv_released")
 
 
-def test_a_token_that_the_model_does_not_know(tmp_path):
+def test_a_token_that_the_model_does_not_know_is_refused(tmp_path):
     run_dir = make_run(tmp_path / "run", tiny(vocab_size=98))
     refused(run(out_dir=run_dir, prompt="b"), "token 98, but the model's vocab_size is 98")
     assert run(out_dir=run_dir, prompt="a", max_new_tokens=1).code == 0
@@ -176,8 +176,8 @@ def test_a_trained_character_model_speaks_its_characters(tmp_path):
     assert "".join(map(text.decode, text.encode("hello wörld"))) == "hello wörld"
 
 
-def test_code_that_changed_since_the_training_is_said(tmp_path):
-    """But not code that only trains, which no program that loads the model runs."""
+def test_code_that_changed_since_the_training_is_named(tmp_path):
+    """Code that only trains is not named: no program that loads the model runs it."""
     out = make_run(tmp_path / "run")
     files = {**records.code_identity()["code_files"], "train.py": "another"}
     environment = {"commit": "$(id)\x1b", "uncommitted_changes": True, "code": "v2abc", "code_files": files}

@@ -45,8 +45,8 @@ def mamba_ssms(u, delta, A, B, C, D=None, z=None, delta_bias=None, update="mamba
 @pytest.mark.parametrize("batch,T,D,N,groups,softplus,without", [
     (2, 33, 6, 5, None, True, ()), (3, 1, 12, 3, 4, True, ("D", "delta_bias")),
     (2, 45, 10, 8, 2, False, ("delta_bias", "z")), (1, 7, 5, 2, 5, True, ("D", "z", "delta_bias"))])
-def test_mamba_ssms_function(batch, T, D, N, groups, softplus, without):
-    """With every gradient, also through the last state, in mamba-ssm's layout."""
+def test_mamba_ssms_function_is_its_recurrence(batch, T, D, N, groups, softplus, without):
+    """In mamba-ssm's layout, with every gradient, also through the last state."""
     draw = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + N))
     rows = (batch, N, T) if groups is None else (batch, groups, N, T)
     a = {"u": draw(batch, D, T), "delta": draw(batch, D, T), "A": -draw(D, N).exp(), "B": draw(*rows),
@@ -67,7 +67,7 @@ def test_mamba_ssms_function(batch, T, D, N, groups, softplus, without):
     ({"C": torch.ones(1, 2, 3, 5)}, "must agree"),
     ({"B": torch.ones(1, 3, 3, 5), "C": torch.ones(1, 3, 3, 5)}, "3 groups must divide the 4 channels"),
     ({"delta": torch.ones(1, 4, 6)}, r"delta must be \(1, 5, 4\)")])
-def test_what_mamba_ssms_function_refuses(changes, words):
+def test_mamba_ssms_function_refuses_wrong_arguments(changes, words):
     a = {"u": torch.ones(1, 4, 5), "delta": torch.ones(1, 4, 5), "A": -torch.ones(4, 3), "B": torch.ones(1, 3, 5),
          "C": torch.ones(1, 3, 5)}
     selective_scan_fn(**a)
@@ -76,7 +76,7 @@ def test_what_mamba_ssms_function_refuses(changes, words):
 
 
 def test_the_program_of_the_page_is_the_scan():
-    """Over more than two of its chunks, which it recomputes in the backward."""
+    """The sequence is longer than two of its chunks, which the backward recomputes."""
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/kernels.md").read_text(), re.DOTALL)
     names = {}
     exec(program, names)
@@ -88,9 +88,9 @@ def test_the_program_of_the_page_is_the_scan():
 
 @pytest.mark.skipif(not hasattr(modeling_mamba, "mamba_selective_scan"),
                     reason="this version of transformers calls a scan on a GPU only")
-def test_hugging_faces_mamba_runs_on_it_by_the_lines_of_the_page(monkeypatch):
+def test_hugging_faces_mamba_runs_on_our_scan_with_the_lines_of_the_page(monkeypatch):
     """The logits are right, and so are the tokens generated through its cache."""
-    monkeypatch.setattr(modeling_mamba, "mamba_selective_scan", modeling_mamba.mamba_selective_scan)  # put back after
+    monkeypatch.setattr(modeling_mamba, "mamba_selective_scan", modeling_mamba.mamba_selective_scan)  # undone after it
     torch.manual_seed(0)
     theirs = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2))
     idx = torch.randint(64, (2, 33))
@@ -103,7 +103,7 @@ def test_hugging_faces_mamba_runs_on_it_by_the_lines_of_the_page(monkeypatch):
         monkeypatch.setattr(compat, "selective_scan", mock.Mock(side_effect=compat.selective_scan))
         close, same = run()
     assert (logits - close).abs().max() <= 1e-6 * logits.abs().max() and torch.equal(text, same)
-    assert compat.selective_scan.call_count == 4  # two layers of the sequence, and of the prompt
+    assert compat.selective_scan.call_count == 4  # two layers, for the sequence and for the prompt
 
 
 def test_the_scans_run_in_another_project(tmp_path):
@@ -114,7 +114,7 @@ def test_the_scans_run_in_another_project(tmp_path):
     lines = ("import torch; from kernels.compat import longhorn_scan, selective_scan_fn; x = torch.ones(1, 2, 3);"
              "print(selective_scan_fn(x, x, -torch.ones(2, 1), x[:, :1], x[:, :1])[0, 0].tolist(),"
              "longhorn_scan(x, x, x, x).shape)")
-    environment = {**os.environ, "LONGHORN_BUILD_DIR": str(ROOT / "build")}  # built before: libraries go by content
+    environment = {**os.environ, "LONGHORN_BUILD_DIR": str(ROOT / "build")}  # holds a library for this content
     run = subprocess.run([sys.executable, "-c", lines], cwd=tmp_path, capture_output=True, text=True, env=environment)
     numbers = [1.0, 1 + math.exp(-1), 1 + math.exp(-1) + math.exp(-2)]
     said = run.stdout.split("] ")
@@ -147,8 +147,8 @@ def test_scratch_memory_is_written_before_it_is_read():
     assert beyond == [{}, {}]
 
 
-def test_opcheck():
-    """These sequences leave no gap in the chunk states: unwritten numbers would differ."""
+def test_our_operators_pass_opcheck():
+    """These sequences leave no gap in the chunk states, where unwritten numbers would differ."""
     torch.use_deterministic_algorithms(False)
     cu = torch.tensor([0, 33, 34])
     a = inputs("mamba", 1, 34, 3, 2, BF16) | {"h0": torch.zeros(2, 3, 2)}
@@ -182,8 +182,8 @@ def test_mixed_dtypes_are_promoted():
 
 
 @pytest.mark.parametrize("backend,T,kept", [("cpu", 2048, 2048 // build.CHUNK), ("torch", 512, 512)])
-def test_what_autograd_keeps(backend, T, kept):
-    """Besides the inputs the kernels keep one state per chunk; the loop recomputes states and keeps only some."""
+def test_autograd_keeps_few_states(backend, T, kept):
+    """Besides the inputs, the kernels keep one state per chunk. The loop recomputes states and keeps only some."""
     a = inputs("longhorn", 1, T, 64, 16)
     given = sum(v.untyped_storage().nbytes() for v in a.values()) if backend == "cpu" else 0
     with what_autograd_keeps() as storages:
@@ -191,7 +191,7 @@ def test_what_autograd_keeps(backend, T, kept):
     assert sum(storages.values()) <= given + kept * 4 * 64 * 16
 
 
-# Argument, its shape or the numbers of cu_seqlens; words of the line. Of (1, 8, 3), two states and two sequences.
+# Argument; its shape, or the numbers of cu_seqlens; words of the error. x is (1, 8, 3), with two states and sequences.
 MISFITS = """
 cu_seqlens  [0, 5]        rise from 0 to T = 8, got [0, 5]
 cu_seqlens  [1, 8]        rise

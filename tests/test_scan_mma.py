@@ -21,7 +21,7 @@ scan_mma = pytest.importorskip("tools.scan_mma", reason="no Triton here: make te
 
 @pytest.fixture(autouse=True, scope="module")
 def interpreter():
-    """Triton's interpreter prepares the language at each call, which is half of its time; here it does so once."""
+    """Triton's interpreter spends half of its time on preparing the language at each call. Here it does so once."""
     if not INTERPRETED:
         yield
         return
@@ -43,8 +43,10 @@ def truth(e, x, k, q, h0=None):
 
 
 def draw(B=1, T=17, D=20, N=16, key=1.0, slot=None):
-    """Arguments by name, with Longhorn's step sizes for keys of this size. With `slot` all keys are that in one state,
-    0 elsewhere, and e k^2 is 0.999: each step overwrites what the one before it wrote, a state as large as h0."""
+    """Random arguments by name, with Longhorn's step sizes for keys of this scale.
+
+    With `slot`, each key is `slot` in one state and 0 elsewhere, and e k^2 is 0.999. So each step overwrites what the
+    step before it wrote, and the state stays as large as h0."""
     g = torch.Generator().manual_seed(T)
     normal = lambda *shape: torch.randn(*shape, generator=g)
     a = {"x": normal(B, T, D), "k": key * normal(B, T, N), "q": normal(B, T, N), "h0": normal(B, D, N)}
@@ -57,8 +59,9 @@ def draw(B=1, T=17, D=20, N=16, key=1.0, slot=None):
 
 
 def errors(a, precision, dtype=torch.float32):
-    """{name: largest error, over the largest value of the recurrence in float64} of results and gradients; x, k and q
-    in `dtype`."""
+    """{name: largest error / largest value of the recurrence in float64}, for results and gradients.
+
+    x, k and q are in `dtype`."""
     a = {n: v.to(DEVICE, dtype if n in "xkq" else torch.float32) for n, v in a.items()}
     got = graded(lambda **a: dict(zip(("y", "hT"), scan_mma.longhorn_scan(**a, precision=precision), strict=True)), a)
     assert (got["y"].dtype, got["hT"].dtype) == (dtype, torch.float32)
@@ -71,12 +74,12 @@ def short_segments(monkeypatch):
     monkeypatch.setattr(scan_mma, "SEGMENT", 8)
 
 
-def test_300_steps_in_float32():
+def test_300_steps_in_float32_are_right_to_a_millionth():
     found = errors(draw(T=300, D=64), "ieee")
     assert max(found.values()) < 1e-6, found
 
 
-def test_300_steps_in_tf32_that_overwrite_one_slot():
+def test_300_steps_in_tf32_that_overwrite_one_slot_are_right_to_a_thousandth():
     found = errors(draw(T=299, slot=1.0), "tf32")
     assert max(found.values()) < 1e-3, found
 
@@ -99,7 +102,7 @@ def test_tf32_costs_a_thousandth_at_most(case):
 
 
 @pytest.mark.usefixtures("short_segments")
-def test_16_bits_and_no_state():
+def test_16_bits_without_a_state_are_right_to_a_thousandth():
     a = draw(T=9)
     a.pop("h0")
     found = errors(a, "ieee", torch.float16)

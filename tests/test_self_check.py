@@ -1,9 +1,9 @@
-"""What you read is what runs: lines of functions are changed as an edit would change them.
+"""What you read is what runs: the tests change lines of functions as an edit would change them.
 
     python -m pytest tests/test_self_check.py
 
-An edit either changes the training loss and agrees with the state path, or the start stops with one line that names
-the place.
+An edit either changes the training loss and agrees with the state path, or the run stops at its start with one line
+that names the place.
 """
 
 import ctypes
@@ -51,7 +51,7 @@ def edited(target, old, new):
 
 
 def model_of(pattern, *typed, **settings):
-    """typed: more settings, as key=value."""
+    """A small model of this pattern. `typed` are more settings, as key=value."""
     torch.manual_seed(0)
     sizes = {"n_layer": 4 if "," in pattern else 2, "n_head": 2, "n_embd": 32, "block_size": 40, "vocab_size": 64,
              "mlp_multiple": 16, "end_of_text": 0}
@@ -63,7 +63,7 @@ def model_of(pattern, *typed, **settings):
 
 @torch.no_grad()
 def read(lm):
-    """(the loss, the difference between reading token by token and reading all at once)."""
+    """(loss, relative difference between the logits token by token and all at once)."""
     idx = torch.randint(64, (2, 41), generator=torch.Generator().manual_seed(1))
     x = idx[:, :-1]
     y = idx[:, 1:]
@@ -94,7 +94,7 @@ def stopped(lm, *args, **how):
 
 # ------------------------------------------------------------------------------------------------------------- edits
 
-# What is edited; family, function, line, instead, and settings if any are given. The loss changes, and sampling follows
+# Edits that change the loss, and sampling with it. Columns: the edit; family, function, old text, new text, settings
 TRAINS = table("""
 keys  longhorn*2,llama  model.Longhorn.scan  (x, dt, k, q, self.D  (x, dt, k / 2, q, None
 decay of GLA  gla  model.GLA.forward  (x))) / 16  (x))) / 8
@@ -103,7 +103,7 @@ a cap of the logits  llama  model.LM.forward  logits = F.linear(h, head.weight)
     logits = 15 * torch.tanh(F.linear(h, head.weight) / 15)  loss_from_logits=True
 the loop alone  longhorn  kernels.scan._step_size  (1 /  (0.5 /  backend=torch
 """)
-# These change nothing that exists twice
+# Edits that change nothing that exists twice; the same columns
 STARTS = table("""
 dropout  gla  model.GLA.forward  q, k = self.qk(x)  q, k = self.qk(F.dropout(x, 0.1, self.training))
 layers[5]  gla  model.LM.forward  check_tokens(idx)  check_tokens(idx); self.layers[5]  n_layer=6
@@ -119,9 +119,9 @@ GLA_STATE = "model.py: GLA.forward (GLA)" + STATE
 BESIDE = "model.py: GLA.forward (GLA) beside two different rows disagree by"
 AHEAD = "model.py: GLA.forward (GLA) before two different last tokens"
 PLAIN_GLA = "model.py: GLA.forward (GLA) with --backend=(empty) and with --backend=torch"
-# What is edited; family, function, line, instead, what the start says, and settings
+# Edits that stop the start. Columns: the edit; family, function, old text, new text, words of the error, settings
 STOPS = table(f"""
-# one of an operator's two bodies
+# one of an operator's two implementations
 the step size of the loop  longhorn  kernels.scan._step_size  (1 /  (0.5 /  {SCAN}
 the bias of the loop has no gradient  longhorn*2,llama  kernels.scan._loop  dt = dt + dt_bias
     dt = dt + dt_bias.detach()  {SCAN}
@@ -210,7 +210,7 @@ named = {"ids": lambda row: row[0]}
 
 
 @pytest.mark.parametrize("row", TRAINS, **named)
-def test_an_edit_of_what_is_read_trains_and_samples(row, edit):
+def test_an_edit_of_shared_code_trains_and_samples(row, edit):
     _, family, target, old, new, *settings = row
     before, _ = read(model_of(family, *settings))
     edit(target, old, new)
@@ -221,14 +221,14 @@ def test_an_edit_of_what_is_read_trains_and_samples(row, edit):
 
 
 @pytest.mark.parametrize("row", STARTS, **named)
-def test_these_edits_start(row, edit):
+def test_an_edit_of_nothing_that_exists_twice_starts(row, edit):
     _, family, target, old, new, *settings = row
     edit(target, old, new)
     assert "native and plain operators" in self_check(model_of(family, *settings))
 
 
 @pytest.mark.parametrize("row", STOPS, **named)
-def test_an_edit_of_one_of_two_versions_stops_in_a_line_with_its_place(row, edit):
+def test_an_edit_of_one_of_two_versions_stops_with_a_line_that_names_its_place(row, edit):
     _, family, target, old, new, words, *settings = row
     edit(target, old, new)
     assert words in stopped(model_of(family, *settings))
@@ -237,7 +237,7 @@ def test_an_edit_of_one_of_two_versions_stops_in_a_line_with_its_place(row, edit
 @pytest.mark.parametrize("target, line, least", [
     ("model.LM.forward", "loss = linear_cross_entropy(h, head.weight, targets)", LEAST),
     ("kernels.scan._loop", "y = y * F.silu(z)", OTHER_ORDER)])
-def test_only_what_is_above_the_tolerance_stops(target, line, least, edit):
+def test_only_errors_above_the_tolerance_stop(target, line, least, edit):
     with mock.patch.object(model, "LM", LM), pytest.MonkeyPatch.context() as below:
         below.setattr(target, edited(target, line, f"{line} * {1 + 0.3 * least}"))
         assert "agree" in self_check(model_of("longhorn"))
@@ -248,7 +248,7 @@ def test_only_what_is_above_the_tolerance_stops(target, line, least, edit):
     assert usual < 1e-5 and allowed <= max(least, 1e-4) and allowed < error < 3 * least
 
 
-def test_a_tensor_has_the_name_of_the_model_not_of_the_toy(edit):
+def test_a_tensor_has_its_name_in_the_model_not_in_the_toy(edit):
     """The toy has only layers 0, 3 and 4 of the model."""
     edit("kernels.ops._softmax_attention", "** -0.5", "** -0.4")
     line = stopped(model_of("longhorn*4,llama", n_layer=5))
@@ -256,7 +256,7 @@ def test_a_tensor_has_the_name_of_the_model_not_of_the_toy(edit):
 
 
 def test_an_edit_of_the_kernel_stops_until_the_loop_and_its_backward_follow(builds, edit, monkeypatch):
-    """The CPU library is compiled with two edits, which take effect where `broken` says so."""
+    """The CPU library is compiled with two edits, which the variable `broken` switches on."""
     text = with_mistake(source_text(), "step", "if (broken) { Step<V> s = longhorn_step(x, dt, bias, kk); "
                         "s.size = 0.5f * s.size; return s; }")
     text = with_mistake(text, "step gradients", "if (broken > 1) de = 2.0f * de;")
@@ -278,23 +278,23 @@ def test_an_edit_of_the_kernel_stops_until_the_loop_and_its_backward_follow(buil
 
 
 def test_noise_in_training_hides_nothing(edit):
-    """The model draws other numbers in float64, which the tolerance must not mistake for rounding."""
+    """In float64 the model draws other numbers, which the tolerance must not mistake for rounding."""
     edit("model.SwiGLU.forward", "self.w3(x))", "F.dropout(self.w3(x), 0.2, self.training))")
     assert "agree" in self_check(model_of("gla"))
     edit("kernels.linear_attention._gla", "decay * S", "1.01 * decay * S")
     assert "(gated_linear_attention)" in stopped(model_of("gla"))
 
 
-def test_what_only_a_compiled_layer_computes_stops(edit):
+def test_an_edit_that_only_a_compiled_layer_runs_stops(edit):
     lm = model_of("llama", n_layer=1, n_embd=16, vocab_size=32)
     assert "compiled layers and layers as they are" in self_check(lm, compiled=True)
     edit("model.SwiGLU.forward", "self.w3(x))", "self.w3(x) * (1.01 if torch.compiler.is_compiling() else 1))")
-    torch._dynamo.reset()  # it keeps what it compiled before the edit
+    torch._dynamo.reset()  # else it runs what it compiled before the edit
     assert "compiled" not in self_check(lm)
     assert re.search("Layer.forward compiled and as it is disagree by .*--compile=false", stopped(lm, compiled=True))
 
 
-def test_only_the_check(data, out):
+def test_self_check_only_runs_the_check_and_nothing_else(data, out):
     said = succeed(arguments(data, out, self_check="only")).out
     assert said.splitlines()[-1].startswith("self-check: the loss alone") and "step" not in said and not out.exists()
 
@@ -313,7 +313,7 @@ class Cumulative(nn.Module):
 
 
 class Noisy(Cumulative):
-    """Has a random buffer that is not saved, and a random number that is not even a buffer."""
+    """A mixer with a random buffer that is not saved, and a random number that is not even a buffer."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -325,7 +325,7 @@ class Noisy(Cumulative):
 
 
 class WideHeads(model.GLA):
-    """Heads of 24 channels, whatever the configuration says."""
+    """GLA with heads of 24 channels, whatever the configuration says."""
 
     def __init__(self, config, layer):
         assert config.n_embd % 48 == 0, "two heads of 24 channels"
@@ -342,8 +342,7 @@ def test_a_mixer_with_only_forward_or_sizes_of_its_own_starts(mixer, sizes, monk
 
 
 def rounding(line):
-    """What the line says of bfloat16, where at most 3 times the plain operators' rounding is allowed; None if it says
-    nothing."""
+    """The match of what the line says of bfloat16, or None. It may be at most 3 times the plain operators' rounding."""
     said = re.search(r"in bfloat16 to (\S+) times the plain operators' rounding", line)
     assert said is None or 0 < float(said[1]) <= 3
     return said
@@ -351,7 +350,7 @@ def rounding(line):
 
 @pytest.mark.parametrize("pattern,backend", [*((family, "") for family in FAMILIES), ("longhorn*2,llama", ""),
                                              ("rwkv4,gla,mamba", "cpu"), ("rwkv4,gla,mamba", "torch")])
-def test_unedited_all_agrees(pattern, backend):
+def test_unedited_models_agree_with_themselves(pattern, backend):
     lm = model_of(pattern, backend=backend)
     weights = [p.clone() for p in lm.parameters()]
     random = torch.get_rng_state()
@@ -371,12 +370,12 @@ def test_unedited_all_agrees(pattern, backend):
 @pytest.mark.parametrize("pattern, n_layer", [("longhorn,mamba,llama,gla,retnet,rwkv,kda,mamba2", 8), ("rwkv", 12),
                                               ("longhorn*2,retnet,swa*3", 12)])
 def test_unedited_models_with_packed_documents_start(pattern, n_layer):
-    """The last two models amplify rounding: fast and plain operators differ by fifty times the usual."""
+    """The last two models amplify rounding: fast and plain operators differ by fifty times as much as usual."""
     line = self_check(model_of(pattern, n_layer=n_layer, n_embd=64, documents="pack"))
     assert "documents, whole sequences and states agree" in line
 
 
-def test_heads_that_do_not_divide_are_a_line(monkeypatch):
+def test_heads_that_do_not_divide_get_a_line(monkeypatch):
     monkeypatch.setattr(model, "split_heads", lambda config, multiple: config.n_embd // config.n_head)
     said = stopped(model_of("llama", n_head=5))
     assert re.search(r"shape '\[2, 41, 3, 5, 6\]' is invalid .*\(model.py, line", said), said
@@ -391,7 +390,7 @@ def test_a_model_that_cannot_be_made_small_says_what_to_do(monkeypatch):
 # -------------------------------------------------------------------------------------------- other libraries' kernels
 
 class TF32(TorchDispatchMode):
-    """Makes float32 matrix products as a GPU's tensor cores do, from operands with 11 bits."""
+    """Computes float32 matrix products as a GPU's tensor cores do, from operands with 11 bits."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.baddbmm):
@@ -401,7 +400,7 @@ class TF32(TorchDispatchMode):
 
 
 def library_bodies():
-    """{operator: a stand-in for the library's function} that computes the right result with TF32 products."""
+    """{operator: a stand-in for the library's function, with the right result}."""
     def chunk_gla(q, k, v, scale, initial_state, output_final_state, g):
         assert {q.dtype, k.dtype, v.dtype} <= {torch.bfloat16, torch.float16} and scale == 1.0
         return la._gla(q, k, v, g, initial_state)
@@ -415,7 +414,7 @@ def library_bodies():
 
 @pytest.fixture
 def libraries(library):
-    """The stand-ins, and which of them were called."""
+    """The stand-ins, with TF32 products, and the operators whose stand-in was called."""
     bodies = library_bodies()
     called = []
     for op in bodies:
@@ -427,7 +426,7 @@ def libraries(library):
     return SimpleNamespace(bodies=bodies, called=called)
 
 
-BY_LIBRARY = {  # family: (--backend, operators of libraries that train it)
+BY_LIBRARY = {  # {family: (--backend, operators that libraries compute)}
     "gla": ("", {"gated_linear_attention"}), "mamba": ("fused", {"selective_scan", "causal_conv1d"})}
 
 
@@ -436,7 +435,7 @@ def of_library(family):
 
 
 @pytest.mark.parametrize("family", BY_LIBRARY)
-def test_the_body_that_trains_is_compared_in_the_dtype_that_it_takes(family, libraries):
+def test_the_function_that_trains_is_compared_in_the_dtype_that_it_takes(family, libraries):
     """TF32 products do not count as an edit. In float32, no function that takes only 16 bits runs."""
     line = self_check(of_library(family), torch.bfloat16)
     trained = set(libraries.called)
@@ -447,7 +446,7 @@ def test_the_body_that_trains_is_compared_in_the_dtype_that_it_takes(family, lib
 
 
 @pytest.mark.parametrize("family,op", [("gla", "gated_linear_attention"), ("mamba", "causal_conv1d")])
-def test_a_sign_flipped_in_a_library_stops_in_a_line_that_names_its_function(family, op, libraries):
+def test_a_sign_flipped_in_a_library_stops_with_a_line_that_names_its_function(family, op, libraries):
     body = libraries.bodies[op]
 
     def flipped(*args, **kwargs):
@@ -461,7 +460,7 @@ def test_a_sign_flipped_in_a_library_stops_in_a_line_that_names_its_function(fam
                     "train with --backend=cpu", stopped(of_library(family), torch.bfloat16))
 
 
-# Where; a line, instead; what the start says
+# Function; old text, new text; words of the error
 IN_16_BITS = table(f"""
 model.LM.forward  logits = F.linear(h, head.weight)
     logits = F.linear(h * (1.1 if torch.is_autocast_enabled('cpu') else 1), head.weight)  model.py: LM.forward,
@@ -473,14 +472,14 @@ model.GLA.forward  y = self.out
 
 
 @pytest.mark.parametrize("target, line, instead, words", IN_16_BITS)
-def test_what_differs_in_16_bits_alone_stops(target, line, instead, words, edit):
+def test_an_edit_that_matters_only_in_16_bits_stops(target, line, instead, words, edit):
     edit(target, line, instead)
     lm = model_of("gla")
     assert "agree" in self_check(lm)
     assert f"in bfloat16 {words}" in stopped(lm, torch.bfloat16)
 
 
-def test_a_kernel_that_is_wrong_in_16_bits_alone_stops(monkeypatch):
+def test_a_kernel_that_is_wrong_only_in_16_bits_stops(monkeypatch):
     scan = kernels.scan._scan_op
     monkeypatch.setattr(kernels.scan, "_scan_op", lambda x, *rest: scan(-x if x.dtype == torch.bfloat16 else x, *rest))
     lm = model_of("longhorn")

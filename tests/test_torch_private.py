@@ -35,8 +35,8 @@ def test_a_build_for_gpus_knows_their_streams():
     assert (torch_private.raw_stream is not None) == (torch.version.cuda is not None)
 
 
-def test_marks_for_the_compiler():
-    """torch.compile must look at these attributes: their names must be those that its own decorators set."""
+def test_marks_for_the_compiler_are_those_of_its_own_decorators():
+    """torch.compile looks for these attributes: their names must be those that its own decorators set."""
     constant = torch_private.constant_when_compiled(lambda: 1)
     assert vars(constant).keys() == vars(torch.compiler.assume_constant_result(lambda: 1)).keys()
     ours, theirs = (vars(of(lambda: 1)) for of in (torch_private.not_compiled, torch.compiler.disable))
@@ -68,7 +68,7 @@ def test_graphs_record_what_averages_gradients(monkeypatch):
     switch.assert_called_once_with(True)
 
 
-def test_what_stands_for_a_public_function():
+def test_stand_ins_for_public_functions_do_the_same():
     torch_private.assert_async(torch.tensor(True), "right")
     with pytest.raises(RuntimeError, match="wrong"):
         torch_private.assert_async(torch.tensor(False), "wrong")

@@ -1,5 +1,6 @@
-"""Images: parameters, directions against flips, ViT against PyTorch's layer,
-images from a folder that the test makes, bad input, a run killed and resumed, and the report."""
+"""experiments/vision/ and data/images.py: the models, the images, the runs and the report.
+
+Directions are compared with flipped images, and ViT with PyTorch's encoder. Images come from a folder made here."""
 
 import functools
 import multiprocessing
@@ -80,11 +81,11 @@ def arguments(out, file="vil_digits", **changes):
 @pytest.mark.parametrize("file,directions,count", [
     ("vim_tiny", "separate", 7_148_008), ("vil_tiny", "separate", 6_853_096), ("vil_tiny", "shared", 6_290_920),
     ("vim_small", "separate", 25_796_584), ("vil_small", "separate", 25_206_760),
-    ("deit_tiny", "separate", 5_717_416), ("deit_small", "separate", 22_050_664)])  # the last two: timm's
-def test_parameters(file, directions, count):
+    ("deit_tiny", "separate", 5_717_416), ("deit_small", "separate", 22_050_664)])  # the last two are timm's
+def test_models_have_the_right_number_of_parameters(file, directions, count):
     with torch.device("meta"):
         parts = counting.parameter_count(Vision(config_of(file, 1000, directions=directions)))
-        task = "cifar" if directions == "shared" else "digits"  # there the families have equally many
+        task = "cifar" if directions == "shared" else "digits"  # these configs have equally many
         equal = [counting.parameter_count(Vision(config_of(f"{f}_{task}")))["total"] for f in ("vil", "vim", "vit")]
     assert parts["total"] == sum(n for name, n in parts.items() if name != "total") == count
     assert max(equal) < 1.02 * min(equal)
@@ -97,16 +98,16 @@ def test_the_papers_models_have_the_recipe_of_vision_mamba(size, changes):
     wanted = changes | dict(
         epochs=300, learning_rate=1e-3, min_lr=1e-5, schedule="cosine", beta1=0.9, beta2=0.999, grad_clip=0,
         patch_size=16, rand_augment=9, erasing=0.25, smoothing=0.1, ema=0.99996, eval_crop=0.875,
-        warmup_iters=5 * (1_281_167 // changes["batch_images"]))  # epochs
+        warmup_iters=5 * (1_281_167 // changes["batch_images"]))  # five epochs
     for family in ("vil", "vim"):
         c = vars(config_of(f"{family}_{size}"))
         assert c | wanted == c
 
 
-def test_flops():
-    """A ViT's equal the matrix products that PyTorch counts; a second direction adds one scan."""
+def test_flops_are_those_that_pytorch_counts():
+    """Those of a ViT are the matrix products that PyTorch counts. A second direction adds one scan."""
     vit, x = Vision(small(model="vit")), torch.randn(1, 1, 8, 8)
-    with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):  # whose products it sees
+    with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):  # counts this backend's products
         vit(x)
     assert 17 * counting.flops_per_token(vit)["forward"] == pytest.approx(counted.get_total_flops())
     forward, separate = (Vision(small(directions=directions)) for directions in ("forward", "separate"))
@@ -115,14 +116,14 @@ def test_flops():
 
 
 def agree(mixer, u, y):
-    """True if y is mixer(u), with every gradient of a random linear loss."""
+    """Assert that y is mixer(u), with every gradient of a random linear loss."""
     dy, leaves = torch.randn_like(y), [u, *mixer.parameters()]
     got, want = ((a.detach(), *torch.autograd.grad(a, leaves, dy)) for a in (mixer(u), y))
     assert all((a - b).norm() < 1e-12 * b.norm() for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("model,block", [("vil", Longhorn), ("vim", Mamba)])
-def test_separate_directions_are_two_blocks_of_which_one_reads_the_flipped_image(model, block):
+def test_separate_directions_are_two_blocks_one_of_them_on_the_flipped_image(model, block):
     c = small(model=model, backend="torch")
     mixer, u = Vision(c).double().layers[0].mixer, torch.randn(2, 37, 32, dtype=torch.float64, requires_grad=True)
 
@@ -179,7 +180,7 @@ def test_only_the_control_is_blind_behind_the_class_token(model, directions):
     assert (seen > 0).tolist() == [True] * 4 + [directions != "forward"] * 4
 
 
-def test_average_drop_path_and_smoothing():
+def test_average_drop_path_and_smoothing_are_right():
     torch.manual_seed(0)
     vision, x = build_model(small(ema=0.9, drop_path=0.5, smoothing=0.2), "cpu"), torch.randn(64, 1, 8, 8)
     y = torch.arange(64) % 10
@@ -203,7 +204,7 @@ def test_average_drop_path_and_smoothing():
     assert set(dropped.unique().tolist()) == {0.0, 2.0} and abs(dropped.mean() - 1) < 0.05
     assert torch.equal(first(ones)[0], ones)
     logits, loss = vision.eval()(x, y)
-    assert torch.isclose(loss, F.cross_entropy(logits, y)) and torch.equal(last(ones)[0], ones)  # training alone
+    assert torch.isclose(loss, F.cross_entropy(logits, y)) and torch.equal(last(ones)[0], ones)  # only in training
 
 
 # -------------------------------------------------------------------------------------------------------------- images
@@ -216,18 +217,18 @@ def shelf(tmp_path):
             (tmp_path / part / name).mkdir(parents=True)
             for i in range(n):
                 Image.new("RGB", size, (shade + i, shade, shade)).save(tmp_path / part / name / f"{i}.png")
-    (tmp_path / "train/dark/notes.txt").touch()  # is no image
+    (tmp_path / "train/dark/notes.txt").touch()  # not an image
     return tmp_path
 
 
-def test_a_folder_of_images(shelf):
+def test_a_folder_of_images_is_read_by_two_ranks(shelf):
     data = data_of(dataset=shelf, channels=3, batch_images=4, repeats=2, mirror=True, min_crop=0.3)
     assert data.classes == ["dark", "light"] and data.val.labels.tolist() == [0, 0, 1, 1] and data.steps_per_epoch == 3
     order = epoch_order(1337, 0, 12, 2)
     assert (order[::2] == order[1::2]).all() and len(set(order.tolist())) == 6
     batches = [[b for rank in range(2) for b in data.micro_batches(step, rank, 2, 1)] for step in (0, 1, 2, 0)]
     for step, batch in enumerate(batches[:3]):
-        rows = order[4 * step:4 * step + 4][[0, 2, 1, 3]]  # rank 0's, rank 1's
+        rows = order[4 * step:4 * step + 4][[0, 2, 1, 3]]  # those of rank 0, then those of rank 1
         for row, (x, y, weight) in zip(rows, batch, strict=True):
             mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])
             shades = 255 * (x[0].mean((1, 2)) * std + mean)
@@ -256,7 +257,7 @@ def test_images_are_known_by_their_content(shelf, monkeypatch, most):
 
 @pytest.mark.parametrize("before", (True, False))
 def test_a_wait_for_data_ends_after_a_signal(before):
-    """The reader never answers, as on a file system that hangs; a signal before the wait or in it ends the process."""
+    """The reader never answers, as on a file system that hangs; a signal before or during the wait ends the process."""
     process = multiprocessing.get_context("fork").Process(target=wait_for_ever, args=(before,))
     process.start()
     process.join(60)
@@ -287,13 +288,13 @@ def test_crops_look_where_they_say():
     assert 0.75 <= shapes.min() < 0.8 and 1.25 < shapes.max() < 1.34
 
 
-def test_crops_are_other_ones_in_each_epoch_and_none_in_validation():
+def test_crops_differ_from_epoch_to_epoch_and_validation_has_none():
     def raw(split, rows):
         pixels = np.stack([split.open(split.keys[i]) for i in rows])[:, None]
         return torch.from_numpy(pixels / np.float32(127.5)) - 1
 
     data, seen = data_of(batch_images=150, min_crop=0.3, mirror=True, max_iters=2, eval_crop=1.0), []
-    assert data.identity["sha256"].startswith("a1278e238f61")  # which are held out is that of results/
+    assert data.identity["sha256"].startswith("a1278e238f61")  # the held-out images are those of results/
     data.n, data.steps_per_epoch = 150, 1
     for epoch in (0, 1):
         ((x, _, _),) = data.micro_batches(epoch, 0, 1, 150)
@@ -308,7 +309,7 @@ def test_datasets_gives_what_the_folder_gives(shelf, monkeypatch, tmp_path):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    shutil.copytree(shelf / "train", shelf / "test")  # is not read where there is val
+    shutil.copytree(shelf / "train", shelf / "test")  # not read if there is val
     of = lambda data: [data[2], *((s.labels.tolist(), np.asarray(s.open(s.keys[3])).tolist()) for s in data[:2])]
     assert of(images.load(str(shelf))) == of(images.load(f"hf:{shelf}"))
     with pytest.raises(images.DataError, match="^hf:[^\n]*$"):
@@ -317,7 +318,7 @@ def test_datasets_gives_what_the_folder_gives(shelf, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("kind", ("mixup", "cutmix"))
 def test_labels_are_mixed_as_the_pixels_are(kind):
-    """With kornia, and images of one shade each, so that the mean of a mixed image gives the shares."""
+    """kornia mixes images of one shade each, so the mean of a mixed image gives the shares."""
     torch.manual_seed(0)
     y, shades = torch.arange(10), torch.linspace(0, 1, 10)
     flat = shades[:, None, None, None].expand(10, 1, 16, 16)
@@ -325,10 +326,10 @@ def test_labels_are_mixed_as_the_pixels_are(kind):
     assert torch.allclose(mixed.sum(1), torch.ones(10)) and (mixed.max(1)[0] < 0.99).any()
     assert torch.allclose(x.mean((1, 2, 3)) * 0.5 + 0.5, mixed @ shades, atol=1e-5)
     both = images.Augment(small(mixup=0.5, cutmix=0.5), 10)
-    assert all(both(flat.clone(), y)[1].dim() == 2 for _ in range(20))  # one of the two, always
+    assert all(both(flat.clone(), y)[1].dim() == 2 for _ in range(20))  # always one of the two
 
 
-def test_what_only_changes_pixels_leaves_the_labels():
+def test_augmentations_of_pixels_leave_the_labels():
     x, y = torch.rand(10, 3, 16, 16), torch.arange(10)
     for changes in ({"rand_augment": 9}, {"erasing": 0.5}):
         changed, labels = images.Augment(small(channels=3, **changes), 10)(x, y)
@@ -379,7 +380,7 @@ def whole(tmp_path_factory):
     return out, succeed(arguments(out, ema=0.9, drop_path=0.3, checkpoint_interval=2))
 
 
-def test_the_records_of_a_run(whole):
+def test_the_records_of_a_run_are_right(whole):
     out, said = whole
     assert "agree to " in said.out and "states" not in said.out and "no initial_state" in said.out
     result, last = record(out), events(out, "eval")[12]
@@ -401,7 +402,7 @@ def test_the_records_of_a_run(whole):
 
 
 def test_fine_tuning_begins_with_the_old_weights_and_an_average_of_them(whole, tmp_path):
-    """For two epochs of one step each."""
+    """The new run has two epochs of one step each."""
     succeed(arguments(tmp_path / "run", ema=0.9, batch_images=1000, epochs=2, max_iters=0, learning_rate=1e-30,
                       self_check="off", init_from=whole[0]))
     before, after = record(whole[0]), record(tmp_path / "run")
@@ -419,7 +420,7 @@ def test_records_go_to_a_folder_named_after_the_model_and_its_directions(tmp_pat
     assert os.listdir("out") == ["vil_shared"]
 
 
-def test_stopped_and_resumed_bit_for_bit(whole, tmp_path, monkeypatch):
+def test_a_stopped_and_resumed_run_is_the_same_bit_for_bit(whole, tmp_path, monkeypatch):
     out, parts = whole[0], tmp_path / "whole"
     argv = arguments(parts, ema=0.9, drop_path=0.3, checkpoint_interval=2, self_check="off")
     batches = images.ImageData.micro_batches
@@ -451,12 +452,12 @@ def test_processes_share_the_validation_images(monkeypatch):
     assert shared == pytest.approx(whole, rel=1e-6) and all(0 < (a != 0).sum() < 700 for a in answers)
 
 
-def test_a_sweep_and_its_report(tmp_path, monkeypatch):
+def test_a_sweep_is_planned_run_and_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "draw", lambda panels, path, style: path.touch())
     short = [f"--{k}={v}" for k, v in {**SMALL, "self_check": "off", "max_iters": 2}.items() if k != "n_layer"]
     cells = sweep_of_images.cells_of("digits", (1, 2), short)
     assert len({c.name for c in cells}) == len(cells) == 18
-    assert 1.5 * sum(c.seconds for c in cells) == 2 * 3600  # of three seeds
+    assert 1.5 * sum(c.seconds for c in cells) == 2 * 3600  # for three seeds
     assert [c.at["n_layer"] for c in cells if c.at["seed"] == 1] == [4, 4, 4, 4, 3, 2, 2, 1, 1]
     sweep_of_images.runner.write_plan(tmp_path, cells, speed={"ViL, separate, 4 layers": 735})
     with mock.patch("runtime.records.code_version", lambda: {"commit": None, "uncommitted_changes": None}):
