@@ -1,5 +1,5 @@
-"""edit.py: its decision against other ways to compute it, its course on a stand-in for train.py that takes no time, and
-once on train.py itself."""
+"""Tests of edit.py. Its decisions agree with other ways to compute them. Its course runs on a stand-in for train.py
+that takes no time, and once on train.py itself."""
 
 import json
 import math
@@ -25,8 +25,8 @@ from runtime import records as runtime_records
 
 DRAW = figures.draw
 
-# Trains what model.py says: losses of a law of the budget, shifted by SHIFT, with noise that both versions share and
-# noise of their own. Counts how often it ran; dies once, edits the tree or fails where model.py says so.
+# Trains as model.py says: the loss follows a law of the budget, shifted by SHIFT, with noise that both versions share
+# and noise of each version. It counts its runs, and dies once, edits the tree or fails where model.py says so.
 STAND_IN = textwrap.dedent("""
     import json, os, random, sys  # no more: each takes a tenth of such a run's time
     import model
@@ -88,7 +88,7 @@ MODEL = {"SHIFT": 0.0, "NOISE": 0.001, "SEED": "a", "DIES": False, "EDITS": "", 
 
 @pytest.fixture
 def repo(tmp_path, monkeypatch):
-    """A git repository with the stand-in, whose HEAD has MODEL; edit.py's REPO."""
+    """A git repository with the stand-in, and MODEL at HEAD, in place of edit.py's REPO."""
     repo = tmp_path / "repo"
     write_files(repo, {"train.py": STAND_IN, "model.py": written(), "config/longhorn_laptop.py": "",
                        ".gitignore": "out/\n", "evaluation/validation.py": "", "data/loader.py": ""})
@@ -101,7 +101,7 @@ def repo(tmp_path, monkeypatch):
     for name in ("PROBE", "JUDGE"):
         monkeypatch.setattr(edit, name, tmp_path / name)
     monkeypatch.setattr(engines.Local, "poll_seconds", 0.01)
-    monkeypatch.setattr(figures, "draw", lambda panels, path, style: write_text(path, ""))  # a second each
+    monkeypatch.setattr(figures, "draw", lambda panels, path, style: write_text(path, ""))  # drawing takes a second
 
     def monotonic():
         """Makes a pair take a hundredth of a minute, however busy the machine is."""
@@ -156,7 +156,7 @@ def run(repo, capsys):
 
 @pytest.mark.parametrize("times", [0.8, 0.97, 1.0, 1.05, 1.5])
 def test_tokens_are_those_of_a_power_law(times):
-    """An edit that needs `times` HEAD's tokens has the loss that HEAD has after 1 / times as many."""
+    """An edit that needs `times` as many tokens as HEAD has HEAD's loss after 1 / `times` as many."""
     loss = lambda tokens: 1.1 + 60 * tokens**-0.4
     curve = np.array([loss(2**18) - loss(2**20), loss(2**19) - loss(2**20)])
     assert compare.log_tokens(loss(2**20 / times) - loss(2**20), curve) == pytest.approx(math.log(times), abs=1e-9)
@@ -172,7 +172,7 @@ def test_the_bound_of_one_look_is_students(alpha):
 
 
 @pytest.mark.parametrize("fractions", [np.arange(1, 41) / 40, np.linspace(0.1, 1, 20) ** 2, [0.1, 0.2, 0.2, 0.6, 1]])
-def test_looks_spend_what_they_may_whenever_they_fall(fractions):
+def test_looks_spend_their_share_of_the_error_whenever_they_come(fractions):
     n, bounds = np.arange(1, len(fractions) + 1), np.array(list(compare.bounds(fractions, 0.1)))
     x = np.random.default_rng(7).standard_normal((40000, len(n)))
     means, squares = x.cumsum(1) / n, (x**2).cumsum(1)
@@ -182,7 +182,7 @@ def test_looks_spend_what_they_may_whenever_they_fall(fractions):
     assert beyond == pytest.approx(0.055 * np.array(fractions[1:]) ** 8, abs=4 * math.sqrt(0.1 / 40000))
 
 
-def test_verdicts_and_the_error_of_the_curve():
+def test_verdicts_are_right_and_the_error_of_the_curve_widens_intervals():
     rng, curves = np.random.default_rng(0), np.array([[0.39, 0.16]] * 4)
     noise = 0.003 * rng.standard_normal(20)
     noise -= noise.mean()
@@ -213,7 +213,7 @@ def test_the_interval_of_skewed_pairs_is_the_bootstrap_ts():
         pytest.approx([low, -high], abs=0.06), pytest.approx([high, -low], abs=0.06))
 
 
-def test_the_record_is_of_this_decision_and_shows_what_is_claimed():
+def test_the_simulation_is_of_this_decision_and_shows_what_is_claimed():
     cells = record(ROOT / "results", "edit_simulation")["cells"]
     limits = {(False, False): 0.055, (False, True): 0.06, (True, False): 0.065, (True, True): 0.11}
     for cell in cells:
@@ -224,7 +224,7 @@ def test_the_record_is_of_this_decision_and_shows_what_is_claimed():
     usual = {(c["times"], c["pairs_at_most"]): c for c in cells if c["sd"] == edit_simulation.USUAL_SD}
     n = edit_simulation.PAIRS_IN_15_MINUTES
     assert usual[1.05, n]["worse"] >= 0.9 and usual[1.02, 2 * n]["worse"] >= 0.5 and usual[1, n]["same"] >= 0.5
-    cell = cells[12]  # a short one whose noise is skewed
+    cell = cells[12]  # few pairs with skewed noise
     again = edit_simulation.simulate(cell["sd"], cell["times"], cell["noise"], pairs=cell["pairs_at_most"], rng=12)
     assert again == pytest.approx({key: cell[key] for key in again})
 
@@ -240,7 +240,7 @@ def test_the_record_is_of_this_decision_and_shows_what_is_claimed():
     ({"SHIFT": -4e-5}, ["--pairs=6"], 3, "edit: identical runs: the edit changes no bit, or only how losses"),
     ({"FAILS": "step 3: loss or gradient not finite", "SEED": "b"}, [], 1, "edit: worse: with seed 2, it diverged: "),
 ])
-def test_exit_codes_and_sentences(repo, run, changes, argv, code, words):
+def test_each_verdict_has_its_exit_code_and_sentence(repo, run, changes, argv, code, words):
     (repo / "model.py").write_text(written(**changes) + "\n# edited")
     ended, said, result = run(*argv)
     assert ended == edit.CODES[result["verdict"]] == code, said
@@ -296,9 +296,9 @@ def test_mistakes_are_one_line_and_exit_code_2(repo, run, line, argv, words):
 
 
 def test_the_probe_counts_the_vocabulary_of_the_data(tmp_path, monkeypatch, capsys):
-    """That of a mixture's first dataset, rounded up to 64; bytes if nothing is prepared, which the next line says."""
+    """In a mixture the first dataset counts, rounded up to 64. Without prepared data, bytes count."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(edit_probe, "files", lambda model: [])  # which test_train_itself looks at
+    monkeypatch.setattr(edit_probe, "files", lambda model: [])  # another test looks at them
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/meta.json").write_text('{"vocab_size": 2000}')
     for dataset, tokens in ("mine:0.8,other:0.2", 2048), ("other", 256):
@@ -318,8 +318,8 @@ READS = {"earlier tokens": "", "a bag of the row": " + F.one_hot(idx, 256).sum(1
 
 
 @pytest.mark.parametrize("what", READS)
-def test_the_judge_reads_all_windows_and_whatever_a_version_changes(tmp_path, data, what):
-    """On import the version spoils the loader and the loss."""
+def test_the_judge_notices_a_version_that_reads_more_than_earlier_tokens(tmp_path, data, what):
+    """The version spoils the loader and the loss when it is imported."""
     argv = arguments(data, tmp_path / "run", max_iters=1, backend="torch")
     succeed(argv)
     line = "F.linear(h, head.weight)"
@@ -332,8 +332,8 @@ def test_the_judge_reads_all_windows_and_whatever_a_version_changes(tmp_path, da
 
 
 def test_several_edits_share_heads_runs_and_one_error_and_are_ranked(repo, run):
-    """Branches, a patch and the working tree, all against HEAD, each at a fifth of the error, whatever is checked out.
-    Those that cannot be judged do not keep the others from it; one that is given twice counts once."""
+    """Three branches, a patch and the working tree are compared with HEAD, each at a fifth of the error. An edit that
+    cannot be judged does not stop the others, and an edit that is given twice counts once."""
     for branch, what in ("lower", {"SHIFT": -0.05}), ("peeks", {"PEEKS": -0.5}), ("one", {"VARIES": 0, "NOISE": 0}):
         git(repo, "checkout", "-qb", branch)
         change(repo, **what, SEED=branch)
@@ -358,8 +358,8 @@ def test_several_edits_share_heads_runs_and_one_error_and_are_ranked(repo, run):
     assert "**5 edits were tried against the same version.**" in tried and tried.count("\n    -SHIFT = 0.0\n") == 2
 
 
-def test_what_training_does_not_load_is_no_edit_and_what_links_lead_to_is(repo, run, tmp_path):
-    """A link to outside the clone is copied as a file; in a commit it leads to the same place as in the clone."""
+def test_files_that_training_does_not_load_are_no_edit_but_targets_of_links_are(repo, run, tmp_path):
+    """A link to a file outside the clone is copied as that file. In a commit it is followed as from the clone."""
     outside = tmp_path / "mine.py"
     outside.write_text("")
     (repo / "config" / "mine.py").symlink_to("../../mine.py")
@@ -379,7 +379,7 @@ def test_what_training_does_not_load_is_no_edit_and_what_links_lead_to_is(repo, 
         copy = code / result["code"]["edit"]
         assert not [path for path in copy.rglob("*") if path.is_symlink() or path.suffix not in ("", ".py", ".pyc")]
         assert "SHIFT = 0.5" in (copy / "model.py").read_text() and not (copy / "late.py").exists()
-        (copy / "late.py").write_text("")  # what a snapshot is called it need not be
+        (copy / "late.py").write_text("")  # a snapshot may not be what its name says
         if again == "more":
             (copy / "model.py").write_text(written(SEED="b"))
     assert found[0] == found[1] == found[2]
@@ -388,7 +388,7 @@ def test_what_training_does_not_load_is_no_edit_and_what_links_lead_to_is(repo, 
 
 
 def test_the_page_says_if_the_tree_has_changed_since(repo, run, monkeypatch):
-    write_files(repo, {"tests/a.py": ""})  # is not trained
+    write_files(repo, {"tests/a.py": ""})  # training does not load it
     change(repo, SHIFT=0.5)
     assert "it has changed since" not in run("--pairs=2")[1]
     real = edit.compare_versions
@@ -405,14 +405,14 @@ def test_an_edit_of_the_judge_is_refused_unless_all_versions_take_it(repo, run):
     assert code == 4 and result["changed"] == ["model.py"]
 
 
-def test_a_size_of_ones_own(repo, run):
+def test_a_size_may_be_given_as_settings(repo, run):
     (repo / "model.py").write_text(f"{written()}\n# edited")
     code, said, result = run("--sizes=tiny:n_layer=1,n_embd=32", "--sizes=460K")
     assert code == 3 and [*result["sizes"]] == ["tiny", "460K"] and "\ntiny, 10 parameters, on " in said
     assert [line[:19] for line in said.splitlines()[-2:]] == ["edit: tiny: identic", "edit: 460K: identic"]
 
 
-def test_what_a_link_would_write_elsewhere(repo, run, tmp_path, monkeypatch):
+def test_a_link_is_never_written_through(repo, run, tmp_path, monkeypatch):
     change(repo, SHIFT=0.5)
     run("--pairs=2")
     (precious := tmp_path / "precious").write_text("kept")
@@ -457,8 +457,8 @@ def test_after_a_kill_the_same_command_ends_with_the_same_result(repo, run, tmp_
     assert sorted(counts.values()) == [1] * (len(counts) - 1) + [2] and len(counts) == 4 + 4 + 8
 
 
-def test_configs_are_those_of_each_version(repo, run):
-    """They are, although both are given by their path in the tree."""
+def test_each_version_reads_its_own_config(repo, run):
+    """It does, although the config is given by its path in the working tree."""
     (repo / "train.py").write_text(STAND_IN.replace("+ model.SHIFT", "+ float(open(sys.argv[1]).read())"))
     (config := repo / "config" / "mine.py").write_text("0.0")
     commit(repo)
@@ -467,7 +467,7 @@ def test_configs_are_those_of_each_version(repo, run):
     assert code == 4 and result["nats"] == pytest.approx(0.5, abs=0.01), said
 
 
-def test_a_second_plan_is_said_and_minutes_add_up(repo, run):
+def test_a_second_plan_is_reported_and_minutes_add_up(repo, run):
     change(repo, NOISE=0.1)
     first, again = (run("--minutes=0.025")[2] for _ in range(2))
     assert first["pairs"] == again["pairs"] == 3 and first["interval"] == again["interval"]
@@ -478,7 +478,7 @@ def test_a_second_plan_is_said_and_minutes_add_up(repo, run):
 
 
 @pytest.mark.parametrize("pairs, minutes, left", [(2, 0, [10, 0, 0]), (0, 45, [15] * 3), (0, 20, [0] * 3)])
-def test_the_minutes_left_after_a_restart(pairs, minutes, left, tmp_path):
+def test_minutes_spent_before_a_restart_count(pairs, minutes, left, tmp_path):
     """Earlier pairs took ten minutes each."""
     path = tmp_path / "looks.json"
     path.write_text('{"minutes": [10, 20, 30], "plans": []}')
@@ -499,8 +499,9 @@ def test_pairs_run_to_the_end_and_no_verdict_comes_before_the_sixth(repo, run, m
     code, said, result = run(*argv, "--jobs=2")
     assert code == (1 if pairs >= 6 else 4) and result["pairs"] == pairs
     assert ("(4 + 4 runs, and a verdict needs 6, " in said) == (pairs == 4)
-    assert said.count("; 0 minutes left\n") == pairs - 1  # a line for each pair but the first
-    assert said.count("the edit, seed 2, 16 steps: loss ") == said.count("HEAD, seed 4, 8 steps: loss ") == 1  # and run
+    # a line for each pair but the first, and for each run
+    assert said.count("; 0 minutes left\n") == pairs - 1
+    assert said.count("the edit, seed 2, 16 steps: loss ") == said.count("HEAD, seed 4, 8 steps: loss ") == 1
 
 
 def test_heads_runs_serve_the_next_edit_and_the_page_counts_edits(repo, run):
@@ -527,7 +528,7 @@ def test_heads_runs_serve_the_next_edit_and_the_page_counts_edits(repo, run):
         return run("--pairs=3")[1]
 
     assert "a token takes" in said_after(second, ('"cpu"', '"H100"'))
-    assert "a token takes" not in said_after(config, ("2026-01-01", "2025-12-31"))  # on a machine that was busy then
+    assert "a token takes" not in said_after(config, ("2026-01-01", "2025-12-31"))  # run at another time
     one_more = said_after(third, ("40]", "40, 0]"), ('], "seconds', ', 0], "seconds'))
     assert "error: held-out files of HEAD: 3, where others have 2" in one_more
     said_after(first, ('"v2a"', '"v2x"'))
@@ -566,15 +567,15 @@ def test_any_other_error_ends_with_exit_code_2(tmp_path):
     assert ran.returncode == 2 and "ZeroDivisionError" in ran.stderr
 
 
-def test_train_itself(tmp_path, monkeypatch, data, run, repo):
-    """The edit is a short convolution of three taps: its own weights start differently, everything else alike."""
+def test_edit_runs_on_train_itself(tmp_path, monkeypatch, data, run, repo):
+    """The edit is a short convolution of three taps, and only its own weights start from other values."""
     shutil.rmtree(repo)
     git(copied_tree(repo), "init", "-q")
     commit(repo)
     monkeypatch.undo()
     monkeypatch.setattr(edit, "REPO", repo)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("LONGHORN_BUILD_DIR", str(ROOT / "build"))  # built before: libraries go by content
+    monkeypatch.setenv("LONGHORN_BUILD_DIR", str(ROOT / "build"))  # built before: libraries are found by content
     (tmp_path / "matplotlib.py").write_text("raise ImportError")  # a picture takes half of such a run's time
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     source = (repo / "model.py").read_text()

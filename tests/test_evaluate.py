@@ -1,4 +1,4 @@
-"""evaluate.py: scores of tasks against direct computations, from local files alone."""
+"""evaluate.py: scores of tasks equal direct computations. All files are local."""
 
 import functools
 import json
@@ -96,7 +96,7 @@ def test_likelihoods_are_those_of_one_pass_in_any_batch_and_order(family, docume
         assert adapter.constant_state == (family in FAMILIES and family not in ("llama", "swa", "no_state"))
         order = torch.randperm(len(pairs)).tolist()
         assert_same(adapter.score([pairs[i] for i in order]), [expected[i] for i in order])
-        assert (adapter.longest, adapter.longer) == (300, 7)  # one of 24 tokens is as long as the training block
+        assert (adapter.longest, adapter.longer) == (300, 7)  # a text of 24 tokens fits the training block
 
 
 @pytest.mark.parametrize("family", ["longhorn", "llama"])
@@ -118,7 +118,7 @@ def test_a_long_text_is_read_whole_in_pieces(family, monkeypatch):
     assert adapter.loglikelihood_rolling(requests((text[:60],)))[0] == pytest.approx(nats, rel=1e-5)
 
 
-def test_contexts_as_the_harness_cuts_them():
+def test_contexts_are_cut_as_in_the_harness():
     """Trailing space moves to the answer; an empty or blank context is read as the token that ends texts."""
     lm = tiny()
     adapter = harness.HarnessLM(lm, Text("bytes"))
@@ -135,7 +135,7 @@ def test_contexts_as_the_harness_cuts_them():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Task files with local data: multiple choice, a text, and one of generation, which is refused."""
+    """Task files with local data: multiple choice, a text, and generation, which is refused."""
     folder = tmp_path_factory.mktemp("my_tasks")
 
     def write(name, kind, rows, metrics, aggregation="mean", text="{{question}}", **more):
@@ -159,8 +159,8 @@ def recorded(out):
 
 
 def choices_by_hand(lm, folder):
-    """Metrics of my_choice; the perplexity is over the right answers' tokens, which are bytes here, including the
-    space."""
+    """The metrics of my_choice. The perplexity is over the tokens of the right answers: here bytes, with the space
+    before each answer."""
     rows = [json.loads(line) for line in (folder / "my_choice.jsonl").read_text().splitlines()]
     right = right_norm = nats = tokens = chance = 0
     for row in rows:
@@ -232,7 +232,7 @@ def test_scores_of_another_checkpoint_are_not_mixed_in(folder, tmp_path, monkeyp
     now = records.code_identity()
     edited = {**now, "code_files": {**now["code_files"], "model.py": "0" * 12}}
     monkeypatch.setattr(records, "code_identity", lambda: edited)
-    assert scored("my_choice") == {"my_choice"}  # by the same checkpoint, but with an edited model.py
+    assert scored("my_choice") == {"my_choice"}  # of the same checkpoint, but with an edited model.py
     lm = tiny(vocab_size=512)
     for texts in ["a b"], ["c d e f"] * 99:  # another tokenizer of the same name, which the checkpoint does not know
         byte_level_bpe(tmp_path, texts)
@@ -262,7 +262,7 @@ def test_two_processes_score_as_one(folder, tmp_path):
         assert first["results"][name] == pytest.approx(values, rel=1e-6)
 
 
-# What is typed beside --include, words of the line.
+# What is typed beside --include, and words of the refusal.
 REFUSED = """
 none                           no checkpoint
 run --tasks=my_chioce          no task 'my_chioce' (there are my_choice
@@ -275,7 +275,7 @@ less                           256 tokens, the model 100
 
 
 def test_mistakes_get_one_line(folder, tmp_path, monkeypatch):
-    manager = functools.partial(harness.TaskManager, include_defaults=False)  # 10 s to read the harness's own
+    manager = functools.partial(harness.TaskManager, include_defaults=False)  # reading the harness's own takes 10 s
     monkeypatch.setattr(harness, "TaskManager", manager)
     offline = mock.Mock(side_effect=ConnectionError("Couldn't reach the Hub\nat all"))
     monkeypatch.setattr("datasets.load_dataset", offline)
@@ -294,7 +294,7 @@ def test_mistakes_get_one_line(folder, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """data/pystdlib made of some of the library's files."""
+    """A data/pystdlib prepared from some files of the standard library."""
     source = tmp_path_factory.mktemp("source")
     root = tmp_path_factory.mktemp("root")
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:80]:
@@ -322,8 +322,8 @@ def test_the_questions_have_one_right_answer(library):
         tasks.embedded(task, library)
 
 
-def test_an_embedded_task_through_the_harness(library, tmp_path, monkeypatch):
-    """The likelihoods of a question are those of its text, with no space in between; the likeliest answer wins."""
+def test_an_embedded_task_scores_as_computed_by_hand(library, tmp_path, monkeypatch):
+    """An answer follows its question without a space in between, and the likeliest answer wins."""
     monkeypatch.setattr(evaluate, "ROOT", library)
     lm = tiny()
     assert run(out := make_run(tmp_path / "run", lm), limit=6).code == 0
@@ -339,7 +339,7 @@ def test_an_embedded_task_through_the_harness(library, tmp_path, monkeypatch):
     assert [task["task"] for task in tasks.named(task, library / "data" / "pystdlib")] == [task]
 
 
-def test_table_2_stands_beside_the_papers():
+def test_table_2_has_our_row_beside_the_papers():
     values = {"acc": 0.25, "acc_norm": 0.5, "acc_stderr": 0.01, "acc_norm_stderr": 0.02}
     page = re.sub(" +", " ", tasks.table2("mine", dict.fromkeys(tasks.PAPER, values)))
     assert "| PIQA acc | Hella acc_norm | Wino acc |" in page and "| ARC-c acc_norm |" in page

@@ -1,6 +1,6 @@
-"""export.py: weights out to transformers and back, and every family through its own folder.
+"""export.py: weights go to transformers and back, and every family is exported with its code and imported again.
 
-Norms, biases and A_log are away from their start, so that a weight under a wrong name gives other logits.
+Norms, biases and A_log differ from their initial values, so that a weight under a wrong name changes the logits.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ def leave(tmp_path):
 
 
 def read(folder):
-    """The folder as loaded by transformers, with the code in it."""
+    """The model that transformers loads from the folder, with the code in it."""
     return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
 
@@ -95,7 +95,7 @@ def theirs_at_random(kind, **changes):
     return theirs.eval()
 
 
-# As docs/adding-a-model.md names them; their model_type and config.
+# Models as docs/adding-a-model.md names them, with their model_type and config.
 PUBLISHED = """
 LLaMA                           llama    {"tie_word_embeddings": true}
 LLaMA, eps 1e-6                 llama    {"tie_word_embeddings": true, "rms_norm_eps": 1e-6}
@@ -147,7 +147,7 @@ def test_published_models_become_ours_or_are_refused_as_the_page_says(published,
     with torch.no_grad():
         close(lm(TOKENS)[0], theirs(TOKENS).logits, 1e-5)
     written = theirs.generate(TOKENS, max_new_tokens=40, do_sample=False)
-    assert torch.equal(sample.generate(lm, TOKENS, 40, temperature=0), written)  # nothing ends it
+    assert torch.equal(sample.generate(lm, TOKENS, 40, temperature=0), written)  # no token ends it
     there = dict(theirs.named_parameters())
     torch.testing.assert_close(to_hf(lm)[1], there, rtol=0, atol=0)
 
@@ -164,8 +164,8 @@ def loaded_by_its_class(folder, kind):
 
 @pytest.mark.parametrize("family", ["longhorn", *PARITY, "longhorn*2,llama", "mamba*2", ",".join(FAMILIES)],
                          ids=lambda x: x[:20])
-def test_out_and_in_again(family, leave, tmp_path):
-    """A run exported and imported is the same model with the same tokenizer; its config says what is in the folder."""
+def test_an_exported_run_is_imported_as_the_same_model(family, leave, tmp_path):
+    """The tokenizer is the same too, and the folder's config says what is in the folder."""
     lm = tiny(family)
     if family not in FAMILIES:
         lm = tiny("longhorn", pattern=family, n_layer=max(3, family.count(",") + 1))
@@ -203,14 +203,14 @@ def test_out_and_in_again(family, leave, tmp_path):
 
 
 @pytest.mark.parametrize("backend, imported", [("cpu", ""), ("torch", "torch")])  # torch's loops may have been edited
-def test_the_machines_own_setting_stays_behind(backend, imported, tmp_path):
+def test_the_backend_of_one_machine_is_not_exported(backend, imported, tmp_path):
     lm = tiny(backend=backend)
     other = export.load(folder_of(tmp_path / "folder", *to_hf(lm)))
     assert other.config == dataclasses.replace(lm.config, backend=imported)
 
 
 @pytest.mark.parametrize("family, dtype", [("llama", "bfloat16"), ("longhorn", "float16")])
-def test_dtypes_and_gpt2s_end_of_a_text(family, dtype, leave, tmp_path):
+def test_an_export_has_the_chosen_dtype_and_gpt2s_end_of_a_text(family, dtype, leave, tmp_path):
     lm = tiny(family)
     to = tmp_path / "hf"
     leave(lm, {"dtype": dtype}, tokenizer="gpt2")
@@ -233,7 +233,7 @@ def test_float16_that_overflows_is_refused(leave, tmp_path):
     assert os.listdir(tmp_path) == ["run"]
 
 
-# As others save it; changes of its config.json; a key word, where it cannot be imported.
+# A family, changes of its exported config.json, and words of the refusal, if it is refused.
 OTHERS = """
 llama     {"intermediate_size": 80}             intermediate_size=80
 llama     {"hidden_act": "gelu"}                hidden_act=gelu
@@ -268,7 +268,7 @@ def exported(tmp_path_factory):
 
 
 @pytest.mark.parametrize("family, changes, words", [(*row[:2], row[2:]) for row in table(OTHERS)], ids=str)
-def test_an_edited_config_is_no_export_and_without_its_record_what_it_says(exported, family, changes, words, tmp_path):
+def test_an_edited_config_is_refused_but_believed_without_its_record(exported, family, changes, words, tmp_path):
     folder = shutil.copytree(exported(family), tmp_path / "folder")
     config = {**read_json(folder / "config.json"), **json.loads(changes)}
     (folder / "config.json").write_text(json.dumps(config))
@@ -291,7 +291,7 @@ def test_quantised_weights_are_refused(tmp_path):
     assert run(from_hf=beside, out_dir=tmp_path / "out").code == 0
 
 
-def test_factors_that_change_nothing_are_no_reasons():
+def test_factors_that_change_nothing_are_no_reason_to_refuse():
     there = transformers.GraniteConfig(num_hidden_layers=1, residual_multiplier=0.3)
     with torch.device("meta"):
         model = transformers.GraniteForCausalLM(there)
@@ -304,7 +304,7 @@ def test_nothing_is_overwritten_unasked(tmp_path, monkeypatch):
     make_run(tmp_path / "run", tiny())
     make_run(tmp_path / "other", tiny("llama"))
     to = tmp_path / "folder"
-    to.mkdir()  # an empty one is welcome
+    to.mkdir()  # an empty folder may be used
     assert run(out_dir=tmp_path / "run", to=to).code == 0
     refused(run(out_dir=tmp_path / "other", to=to), f"{to} is not empty", "--overwrite")
     assert export.load(to).config.model == "longhorn"
@@ -318,13 +318,13 @@ def test_nothing_is_overwritten_unasked(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["folder", "other", "run"]
 
 
-def test_an_import_spares_a_training_run_and_is_none(leave, tmp_path):
+def test_an_import_spares_a_training_run_and_cannot_be_resumed(leave, tmp_path):
     leave(tiny("llama"))
     into = {"from_hf": tmp_path / "hf", "out_dir": tmp_path / "imported"}
     assert run(**into).code == 0
     words = rf"imported from {tmp_path}/hf, so it has weights .*another out_dir$"
     with pytest.raises(checkpoint.CheckpointError, match=words):
-        checkpoint.load_first(checkpoint.candidates(tmp_path / "imported"))  # what train.py --resume goes by
+        checkpoint.load_first(checkpoint.candidates(tmp_path / "imported"))  # as train.py --resume does
     refused(run(**into), "imported is not empty", "--overwrite")
     left_behind(tmp_path / "imported" / "checkpoint.safetensors").touch()
     assert run(**into, overwrite="true").code == 0
@@ -346,7 +346,7 @@ def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
             refused(run(out_dir=tmp_path / "run", to=to, overwrite="true"), "folder", "No space left")
         assert sorted(os.listdir(tmp_path)) == entries
     assert export.load(to).config.model == "gla"
-    (tmp_path / ".folder.export.tmp" / "more").mkdir(parents=True)  # killed: the next one clears it away
+    (tmp_path / ".folder.export.tmp" / "more").mkdir(parents=True)  # left by a kill: the next export deletes it
     run(out_dir=tmp_path / "run", to=to, overwrite="true")
     assert sorted(os.listdir(tmp_path)) == entries and export.load(to).config.model == "longhorn"
 
@@ -356,8 +356,8 @@ class Bomb:
         return exec, ("raise SystemExit('unpickled')",)
 
 
-def test_files_that_are_missing_or_damaged(leave, tmp_path):
-    """Or that belong to another export; but what transformers has saved, after fine-tuning for example, may be
+def test_files_that_are_missing_or_damaged_are_refused(leave, tmp_path):
+    """So are the weights of another export. Weights that transformers has saved, for example after fine-tuning, may be
     imported."""
     hf = tmp_path / "hf"
     into = {"from_hf": tmp_path / "hf", "out_dir": tmp_path / "in"}
@@ -386,7 +386,7 @@ def test_files_that_are_missing_or_damaged(leave, tmp_path):
 
 # ----------------------------------------------------------------------------------------------- an export is verified
 
-EDITS = {  # appended to a copy of model.py: the class of transformers has none of these
+EDITS = {  # appended to a copy of model.py: the class of transformers lacks them all
     "untied_head": """
 class Untied(LM):
     def __init__(self, config):
@@ -453,8 +453,8 @@ def modelling_code(root, code=export.modelling_code):
 
 @pytest.fixture(autouse=True)
 def as_committed(tmp_path, monkeypatch):
-    """Only one test checks the hashes in export.py; transformers copies code to a folder of the test. Sources are read
-    once: Python parses a file anew for each class in it."""
+    """Replaces the hashes in export.py, which one test checks, and makes transformers copy code to the test's folder.
+    Sources are read once: Python would parse a file anew for each class in it."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(export.inspect, "getsource", getsource)
     monkeypatch.setattr(export, "modelling_code", lambda: modelling_code(export.ROOT))
@@ -462,7 +462,7 @@ def as_committed(tmp_path, monkeypatch):
 
 
 def test_an_edit_of_what_llama_or_mamba_runs_is_compared_with_transformers(monkeypatch):
-    """If all other tests here pass, these hashes go to export.COMMITTED."""
+    """If all other tests here pass, copy the new hashes to export.COMMITTED."""
     now = export.COMMITTED
     monkeypatch.undo()
     assert export.COMMITTED == now
@@ -475,8 +475,8 @@ def test_an_edit_of_what_llama_or_mamba_runs_is_compared_with_transformers(monke
     ("            h = h + y\n", "            # a remark\n            h = h + y  # and another\n", set())],
     ids=["Layer", "SwiGLU", "GLA", "comments"])
 def test_an_edit_is_seen_in_the_source_whatever_the_logits(line, instead, edited_families, monkeypatch):
-    """With caps that no activation reaches, in the residual stream and in an MLP, and with an edit of another
-    family."""
+    """Two edits are caps that no activation reaches, in the residual stream and in an MLP. One is of another family,
+    and one only adds comments."""
     source = export.inspect.getsource
     assert line in (ROOT / "model.py").read_text()
     monkeypatch.setattr(export.inspect, "getsource", lambda thing: source(thing).replace(line, instead))
@@ -486,24 +486,24 @@ def test_an_edit_is_seen_in_the_source_whatever_the_logits(line, instead, edited
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_an_edited_llama_leaves_as_itself(name, edited, tmp_path):
+def test_an_edited_llama_is_exported_with_its_code(name, edited, tmp_path):
     lm, said = edited(EDITS[name])
     assert "no LlamaForCausalLM: the source of its classes is not the committed one" in said
     close(read(tmp_path / "hf")(TOKENS).logits, lm(TOKENS)[0], 1e-5)
 
 
-def test_packed_documents_leave_with_their_code(leave, tmp_path):
+def test_a_llama_of_packed_documents_is_exported_with_its_code(leave, tmp_path):
     """The class of transformers would not stop at the token that ends a document."""
     lm = tiny("llama", documents="pack", end_of_text=10)
     text = torch.tensor([[65, 66, 10, 67, 68, 69]])
     said = leave(lm).out
     assert "no LlamaForCausalLM: " in said and "documents=pack" in said
     close(read(tmp_path / "hf")(text).logits, lm(text)[0], 1e-5)
-    make_run(tmp_path / "other", tiny("llama", documents="pack"))  # with no such token there is nothing to end
+    make_run(tmp_path / "other", tiny("llama", documents="pack"))  # without such a token no document ends
     assert "trust_remote_code" not in run(out_dir=tmp_path / "other", to=tmp_path / "to").out
 
 
-def test_every_way_to_import_a_file_of_ones_own_travels(edited, tmp_path):
+def test_files_of_ones_own_are_exported_however_they_are_imported(edited, tmp_path):
     """The copy is not on sys.path, as in a process on another machine."""
     root = tmp_path / "copy"
     (root / "inner").mkdir(parents=True)
@@ -526,7 +526,7 @@ RMSNorm.unscaled, RMSNorm.forward = RMSNorm.forward, scaled
 
 
 def test_extra_state_stays_with_the_run(edited, tmp_path):
-    """What a model keeps for its training through get_extra_state, in any form, is not a weight."""
+    """State that a model keeps for training through get_extra_state, in any form, is not a weight."""
     lm, _ = edited("""
 class Counting(LM):
     steps = None
@@ -542,7 +542,8 @@ LM = Counting
 
 
 def test_a_parameter_with_two_names_stays_one(edited, tmp_path):
-    """A norm shared by a layer's branches, and a head that is the embedding: loaded, saved by transformers, loaded."""
+    """A layer's branches share a norm, and the head is the embedding. transformers loads them, saves them, and loads
+    them again."""
     lm, _ = edited("""
 class Shared(LM):
     def __init__(self, config):
@@ -571,8 +572,8 @@ def test_without_transformers_nothing_is_done(leave, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("times, refusal", [(1 + 3e-4, "logits differ by 3e-04 of the largest"), (1 + 3e-5, None),
                                             (float("nan"), "logits are not finite: look for NaN")])
-def test_what_cannot_be_read_back_gets_no_name(times, refusal, leave, tmp_path, monkeypatch):
-    """A fault of the writer larger than a ten-thousandth of the largest logit, which is more than kernels differ by."""
+def test_an_export_that_reads_back_differently_is_deleted(times, refusal, leave, tmp_path, monkeypatch):
+    """Logits may differ by a ten-thousandth of the largest one, which is more than kernels differ by."""
     real = export.write_files
     monkeypatch.setattr(export, "write_files", lambda folder, config, tensors, files: real(
         folder, config, {**tensors, "norm.weight": tensors["norm.weight"] * times}, files))
@@ -586,12 +587,12 @@ def test_a_width_keeps_the_usual_multiple_where_it_can():
     assert [export.mlp_multiple(hidden, 160) for hidden in (512, 450)] == [256, 450]
 
 
-def test_the_tokens_of_the_check_are_those_of_every_version():
+def test_the_check_uses_the_same_tokens_in_every_version():
     assert export.random_tokens(256, 5).tolist() == [[172, 47, 117, 192, 67]]
 
 
 @pytest.mark.parametrize("family", ["llama", "longhorn"])
-def test_check_sees_what_is_no_longer_what_was_exported(family, leave, tmp_path):
+def test_check_finds_any_change_of_an_exported_folder(family, leave, tmp_path):
     to = tmp_path / "hf"
     leave(tiny(family), {"dtype": "bfloat16"})
     weights = (to / "model.safetensors").read_bytes()
@@ -620,7 +621,7 @@ def test_check_sees_what_is_no_longer_what_was_exported(family, leave, tmp_path)
     assert float(apart) <= 1e-6  # not 0: a CPU's products may depend on where the memory begins
 
 
-def test_the_model_card(tmp_path):
+def test_the_model_card_names_the_license_the_code_and_the_training(tmp_path):
     run_dir = make_run(tmp_path / "run", lm := tiny("gla"), step=7000, tokens=700_000)
     environment = {"commit": "0123abc", "uncommitted_changes": True, "code": "v2abc"}
     count = sum(p.numel() for p in lm.parameters())
@@ -644,7 +645,7 @@ def test_the_benchmarks_peers_have_our_parameters_and_learn(family):
     assert peer.step() > peer.step()
 
 
-# ------------------------------------------------------------------------------------- in transformers, without this
+# --------------------------------------------------------------------- in transformers, away from this repository
 
 ELSEWHERE = """
 import importlib.util
@@ -675,8 +676,8 @@ for folder in sys.argv[1:]:
 """
 
 
-def test_a_folder_continues_a_prompt_where_this_repository_is_not(tmp_path):
-    """Longhorn, and a layer of every family, continue it greedily as sample.py does, in a process that cannot see this
+def test_a_folder_continues_a_prompt_without_this_repository(tmp_path):
+    """Longhorn and a layer of every family continue it greedily, as sample.py does. The process cannot see this
     repository."""
     patterns = ["longhorn*2", ",".join(FAMILIES)]
     expected = []
@@ -698,7 +699,7 @@ def test_a_folder_continues_a_prompt_where_this_repository_is_not(tmp_path):
         assert list(map(int, tokens)) == written, pattern
 
 
-def test_the_native_kernels_serve_where_the_repository_is_importable(leave, tmp_path):
+def test_native_kernels_run_where_the_repository_is_importable(leave, tmp_path):
     lm = tiny()
     leave(lm)
     theirs = read(tmp_path / "hf")
@@ -734,8 +735,8 @@ ALONE = "longhorn,mesa,rwkv4 llama,swa longhorn,llama rwkv_released longhorn lon
 
 @pytest.mark.parametrize("family", ALONE)
 def test_rows_of_unequal_length_are_read_as_if_alone(family, code):
-    """They are padded on either side, with and without a cache: the logits, and what is generated, equal the LM's for
-    one row."""
+    """They are padded on either side, with and without a cache. The logits and the generated tokens equal the LM's for
+    each row alone."""
     rounding = 3e-5 if family == "rwkv_released" else 1e-5  # it divides by each head's deviation, which may be small
     settings = {"documents": "pack", "end_of_text": 115} if family in ALONE[-2:] else {}
     lm = tiny("longhorn", pattern=family, n_layer=max(2, family.count(",") + 1), **settings)
@@ -768,8 +769,8 @@ def test_rows_of_unequal_length_are_read_as_if_alone(family, code):
 
 
 @pytest.mark.parametrize("family", ["longhorn", "swa", "longhorn,llama"])
-def test_what_else_transformers_asks_of_a_model(family, code):
-    """A cache that is passed on, any number of logits, tuples, a loss."""
+def test_a_model_does_what_else_transformers_asks_of_it(family, code):
+    """It takes a cache that is passed on, and returns any number of logits, tuples or a loss."""
     lm = tiny("longhorn", pattern=family)
     model = in_code(code, lm)
     idx = ROWS[2][None]
@@ -788,14 +789,14 @@ def test_what_else_transformers_asks_of_a_model(family, code):
     loss = torch.nn.functional.cross_entropy(logits[0, :-1], idx[0, 1:])
     torch.testing.assert_close(model(idx, labels=idx).loss, loss)
     torch.testing.assert_close(model(idx, labels=idx, num_items_in_batch=26).loss, loss / 2)
-    model.config.pad_token_id = 300  # which the embedding lacks, and here no mask hides
+    model.config.pad_token_id = 300  # the embedding lacks it, and no mask hides it here
     close(model(torch.cat([idx, torch.full((1, 2), 300)], 1)).logits[:, :14], logits, 1e-6)
 
 
 TEXTS = ["def main():\n    return 'x'  # ok", "naïve  €uro\t\n\n 123,456 don't", " leading", "😀 a\r\n", "\0ÿĀ\x7f"]
 
 
-def test_tokenizers_travel(tmp_path):
+def test_tokenizers_are_exported(tmp_path):
     """AutoTokenizer gives the same tokens and text as data/tokenizer.py. Both ignore truncation, padding and a token at
     the start, which transformers leaves in tokenizer.json: the model never saw them."""
     byte_level_bpe(tmp_path, TEXTS)

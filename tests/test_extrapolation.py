@@ -38,7 +38,7 @@ tiny = functools.partial(helpers.tiny, **SHAPE)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, request):
-    """Draws no figures, except in one test, because it takes long."""
+    """Draws no figures, which takes long, except in one test."""
     if request.function is not test_a_preset_is_trained_read_and_reported:
         monkeypatch.setattr(figures, "draw", lambda panels, path, style: path.touch())
 
@@ -48,7 +48,7 @@ def some_rows(K=3, M=64, seed=0):
 
 
 def token_losses(lm, x, y):
-    """(B, T) of whole forward passes, without a state."""
+    """The losses (B, T) of whole forward passes, without a state."""
     with torch.no_grad():
         return F.cross_entropy(lm(x)[0].flatten(0, 1), y.flatten(), reduction="none").view(x.shape).double().numpy()
 
@@ -70,7 +70,7 @@ def test_longest_sequences_stay_within_documents():
 # -------------------------------------------------------------------------------------------------------------- reading
 
 @pytest.mark.parametrize("family", ("longhorn", "llama"))
-def test_the_records_of_lengths_are_those_of_whole_passes(family, capsys):
+def test_losses_at_each_length_are_those_of_whole_passes(family, capsys):
     """They are read in chunks of 24 tokens, one sequence at a time."""
     lm, rows = tiny(family), some_rows(3, 128)
     measured = ex.measure(lm, rows, [4, 8, 128], 8, 24, 1)
@@ -95,7 +95,7 @@ def test_the_records_of_lengths_are_those_of_whole_passes(family, capsys):
 
 
 @pytest.mark.parametrize("words, is_memory", [("CUDA out of memory. Tried", True), ("shapes do not fit", False)])
-def test_an_allocation_that_fails_ends_the_reading_there(words, is_memory, monkeypatch, capsys):
+def test_longer_texts_are_left_out_once_memory_runs_out(words, is_memory, monkeypatch, capsys):
     read = ex.read
 
     def fails(lm, x, y, chunk):
@@ -110,8 +110,8 @@ def test_an_allocation_that_fails_ends_the_reading_there(words, is_memory, monke
 
 
 def test_limited_attention_sees_what_a_fresh_window_sees():
-    """With one layer, token t of a long text with attention limited to 16 is predicted like the last token of a text of
-    those 16 tokens alone."""
+    """With one layer and attention limited to 16 tokens, token t of a long text is predicted as after those 16 tokens
+    alone."""
     torch.manual_seed(0)
     lm, rows = LM(ModelConfig(model="llama", **{**SHAPE, "n_layer": 1})).eval(), some_rows(2, 64)
     losses = ex.read_length(ex.limited(lm, 16), rows, 64, 20, 2)
@@ -168,13 +168,13 @@ def test_a_preset_is_trained_read_and_reported(corpus, tmp_path, monkeypatch, ca
     page = re.sub(" +", " ", out.with_suffix(".md").read_text())
     assert "2 sequences of 256 tokens of corpus, within documents" in page and "NOT all" not in page
     assert out.with_suffix(".png").stat().st_size > 10_000
-    folder = out.with_suffix("")  # of the training runs: the evaluations are in the file beside it
+    folder = out.with_suffix("")  # of the training runs; their evaluations are in the file beside it
     folder.mkdir()
     (folder / "plan.json").write_text(json.dumps({"cells": {run: {"run": run, "argv": []} for run in runs.run}}))
     assert records.read(folder).loss_256.tolist() == runs.loss_256.tolist()
 
 
-def test_a_run_read_again_takes_the_place_of_its_records(corpus, tmp_path):
+def test_a_run_read_again_replaces_its_records(corpus, tmp_path):
     """It is trained again in the same folder, as another family; the lengths are 1 to 16 times the training length."""
     out = tmp_path / "again.json"
 
@@ -205,7 +205,8 @@ def kept_in_results(name):
 
 
 def test_each_kind_of_number_of_a_page_is_that_of_its_record(tmp_path):
-    """By hand: means and standard errors over three seeds, or over sequences if there is only one; Welch's test."""
+    """Computed by hand: means and standard errors over three seeds, or over sequences of a single seed, and Welch's
+    test."""
     page = page_of(tmp_path / "steps.json", kept_in_results("steps"))
     at, cells = {}, []
     for run in kept_in_results("steps"):
@@ -269,7 +270,7 @@ def test_a_mistake_is_one_line(corpus, tmp_path, monkeypatch, line, words):
     assert not (tmp_path / "records.json").exists()
 
 
-def test_other_text_than_that_of_training_has_to_be_named(corpus, tmp_path, monkeypatch, capsys):
+def test_text_other_than_that_of_training_has_to_be_named(corpus, tmp_path, monkeypatch, capsys):
     """Also in a copy without git, where a record's commit is null."""
     monkeypatch.setattr("runtime.records.code_version", lambda: {"commit": None, "uncommitted_changes": None})
     run, out = str(save_run(tmp_path / "run", "longhorn", corpus)), tmp_path / "records.json"
@@ -288,7 +289,7 @@ def configs_of(cells):
     return {c.name: sweep.load(c.argv) for c in cells}
 
 
-def test_other_steps_families_and_patterns_take_part():
+def test_other_steps_families_and_patterns_can_be_planned():
     configs = configs_of(ex.plan("steps"))
     assert {(c.model, c.step, c.normalize_keys, c.seed) for c in configs.values()} == set(itertools.product(
         ["deltanet"], ("explicit", "implicit", "exact"), (True, False), (1, 2, 3))) and len(configs) == 18
@@ -300,7 +301,7 @@ def test_other_steps_families_and_patterns_take_part():
 
 
 @pytest.mark.parametrize("preset", ["laptop", "gpu"])
-def test_the_plan_of_a_preset(preset):
+def test_the_runs_of_a_preset_differ_only_in_family(preset):
     configs, sizes = configs_of(ex.plan(preset)), []
     for name, config in configs.items():
         assert (config.model, config.dataset, config.eval_block_size) == (name, "pystdlib_packages", config.block_size)

@@ -50,7 +50,7 @@ def test_a_floor_that_the_runs_do_not_show_is_0():
     assert fitted.E < 1e-4 and math.isfinite(fitted.A)
 
 
-def test_epochs_law_is_the_one_that_makes_chinchilla_optimal():
+def test_epochs_law_makes_chinchilla_optimal():
     """Besiroglu et al. 2024: about 20 tokens per parameter at Chinchilla's 5.76e23 = 6 N D FLOPs."""
     N = np.geomspace(1e10, 1e12, 2001)
     best = N[fit.law(N, 5.76e23 / 6 / N, **fit.EPOCH).argmin()]
@@ -67,7 +67,7 @@ SIZES = np.geomspace(1e6, 1e9, 12)
     ([1e6, 1e7] * 3, [1e8, 1e8, 1e9, 1e9, 1e10, 1e10], [4, 3, 3.5, 2.5, 3, 2], "2 sizes N and 3 token counts D"),
     ([1e6, 1e7, 1e8, 1e9], [1e8, 1e11, 1e9, 1e10], [4, 3, 3, 2], "4 distinct .* add 1 or more"),
     (SIZES, 20 * SIZES, SIZES, "1.0000 correlated.*more than one budget")])
-def test_hopeless_input_is_one_line(N, D, L, words):
+def test_runs_that_cannot_be_fitted_are_refused_in_one_line(N, D, L, words):
     with pytest.raises(CannotFit, match=words) as error:
         fit_loss(N, D, L)
     assert "\n" not in str(error.value)
@@ -89,7 +89,7 @@ def family(constants=CONSTANTS["additive"], noise=0.0, budgets=(1, 2, 4, 8, 16),
 
 
 @pytest.mark.parametrize("form", fit.FORMS)
-def test_every_form_comes_back_from_its_own_sweep(form):
+def test_the_constants_of_every_form_are_recovered_from_its_sweep(form):
     same = family(CONSTANTS[form])
     D = np.array([20, 60, 200]) * same.N[:, None]  # tokens per parameter
     ladder = same._replace(D=D, log_L=np.log(fit.law(same.N[:, None], D, *CONSTANTS[form]))[None])
@@ -97,15 +97,15 @@ def test_every_form_comes_back_from_its_own_sweep(form):
         assert fit.fit_family(sweep, form)[:7] == pytest.approx(CONSTANTS[form], rel=2e-3)
 
 
-def test_the_shape_of_the_noise_along_a_trunk():
-    """Drawn with an SD of 2^-.4 at twice the tokens and a correlation of .7: the fit finds its scale again."""
+def test_the_scale_of_the_noise_along_a_trunk_is_recovered():
+    """At twice the tokens the noise has 2^-.4 times the SD and a correlation of .7."""
     shape = np.array([[1, 0.7 * 2**-0.4], [0.7 * 2**-0.4, 2**-0.8]])
     trunks = np.random.default_rng(0).multivariate_normal([1, 2], 1e-4 * shape, (4, 300))
     variance, df = fit.seed_noise(family()._replace(D=np.tile([MB, 2 * MB], (300, 1)), log_L=trunks))
     assert variance == pytest.approx(1e-4, rel=0.06) and df == 3 * 600
 
 
-def test_the_compute_that_is_best_spent_on_parameters():
+def test_the_compute_best_spent_on_parameters_is_as_in_the_formula():
     """Hoffmann et al.: a = beta / (alpha + beta) for C = 6 N D, where alpha A / N^alpha = beta B / D^beta."""
     fitted = fit.Fit(*CONSTANTS["additive"], 0)
     assert fit.allocation(fitted, family()) == pytest.approx(0.25 / 0.46, abs=2e-3)
@@ -115,8 +115,8 @@ def test_the_compute_that_is_best_spent_on_parameters():
     assert fit.frontier(fitted, family(), np.array([level])) == pytest.approx([6 * N * D], rel=1e-3)
 
 
-def test_a_family_that_needs_two_fifths_of_the_tokens():
-    """It does so at every size and budget, so both slopes are 0. Its share of the compute follows from the FLOPs per
+def test_a_family_that_needs_two_fifths_of_the_tokens_gets_that_ratio():
+    """It needs them at every size and budget, so both slopes are 0. Its share of the compute follows from the FLOPs per
     token."""
     E, A, alpha, B, beta, *_ = CONSTANTS["additive"]
     b = family((E, A, alpha, B / 0.4**beta, beta), budgets=(0.5, 1, 2, 4, 8, 16), times=1.1)
@@ -132,9 +132,9 @@ def test_a_family_that_needs_two_fifths_of_the_tokens():
     assert fit.slope_within(y, np.array([[0, 1, 2]] * 2), np.indices((2, 3))[0]) == pytest.approx((0.5 + 1) / 2.5)
 
 
-def test_one_run_more():
-    """Mean and SD over draws. A surplus of .01 at 16 MB is .01 x .7 x 2^-.4 at 32 MB, or more if the learning rate
-    shares in it."""
+def test_predictions_of_one_more_run_are_right():
+    """Its mean and SD over draws are. A surplus of .01 at 16 MB is .01 x .7 x 2^-.4 at 32 MB, or more if the learning
+    rate shares in it."""
     rng = np.random.default_rng(0)
     fitted = fit.Fit(*CONSTANTS["additive"], 0)
     seen = family(noise=0.001)
@@ -153,15 +153,15 @@ def test_one_run_more():
             assert np.std(draws) == pytest.approx(spread**0.5, rel=0.1)
 
 
-def test_a_power_law_goes_on_from_the_two_largest():
+def test_a_power_law_goes_through_the_two_largest_sizes_and_budgets():
     seen = family()
     straight = seen._replace(log_L=-0.1 * np.log(seen.N[:, None]) - 0.2 * np.log(seen.D)[None])
     for N in (4e6, seen.N[0]):
         assert fit.power(straight, N, 28 * MB) == pytest.approx(-0.1 * math.log(N) - 0.2 * math.log(28 * MB))
 
 
-def test_what_another_sweep_may_differ_by():
-    """Two seeds halve the variance; what exceeds it and the cost of the rates is misfit."""
+def test_the_variance_between_sweeps_is_right():
+    """Two seeds halve the variance. Variance beyond this and the cost of the rates is misfit."""
     rng = np.random.default_rng(0)
     seen = family(noise=0.01)
     variance, df = fit.seed_noise(seen)
@@ -190,7 +190,7 @@ def test_intervals_grow_with_the_noise():
     assert 4 < widths[1] / widths[0] < 25
 
 
-def test_the_record_of_simulated_sweeps(tmp_path):
+def test_the_record_of_simulated_sweeps_counts_each_form(tmp_path):
     """One sweep per form; the form gamma has no alpha; 25 ratios at equal size."""
     path = tmp_path / "law/simulation.json"
     law_simulation.main([str(path), "--sweeps=3", "--draws=2"])
@@ -227,7 +227,7 @@ def test_a_sweep_becomes_families():
 
 @pytest.mark.parametrize("inside, measured, result", [(4, 4, "it passes"), (3, 4, "not decided yet"),
                                                       (1, 4, "it fails")])
-def test_two_thirds_of_the_predictions_have_to_be_inside(inside, measured, result):
+def test_two_thirds_of_the_predictions_have_to_lie_inside(inside, measured, result):
     rows = [{"inside": "yes", "measured": 1, "off": -0.01, "power_off": 0.03}] * inside
     rows += [{"inside": "no", "measured": 1, "off": 0.01, "power_off": -0.05}] * (measured - inside)
     told = law.verdict(rows + [{}] * (5 - measured), "of both")
@@ -235,7 +235,7 @@ def test_two_thirds_of_the_predictions_have_to_be_inside(inside, measured, resul
     assert "the law is off by 1.00% on average" in told
 
 
-def test_what_cannot_be_told_is_said():
+def test_a_page_says_what_cannot_be_told():
     assert "that rises with C, +100.0% (+41.4 .. +300.0) per doubling" == law.trend([0.5, 1, 2], "C")
     assert "that falls with C, " in law.trend([-2, -1, -0.5], "C")
     for slope in [-1, -0.5, 2], [-math.inf, 1, 2], [math.nan] * 3:
@@ -250,8 +250,8 @@ def test_what_cannot_be_told_is_said():
     assert fit.interval([-math.inf, *range(9), math.inf]) == [-math.inf, 4, math.inf]
 
 
-def test_the_ratio_at_half_the_rates():
-    """If half the rate halves the value of a token for a, a needs twice as many, wherever that can be read off."""
+def test_the_ratio_at_half_the_rates_is_reported():
+    """If half the rate halves the value of a token for a, a needs twice as many, wherever the curves show it."""
     rows = []
     for (model, times), half, MBs in itertools.product([("a", 1), ("b", 0.5)], (False, True), (0.5, 1, 2, 4)):
         tokens = MBs * MB * times / (1 + (half and model == "a"))
@@ -305,10 +305,10 @@ def test_a_difference_is_welchs_or_the_pooled_t_where_documents_agree():
 def test_the_difference_of_pairs_is_the_paired_t():
     rng = np.random.default_rng(3)
     a = draw(rng, 6)
-    b = a + draw(rng, 6, sd=0.003)  # for the same seed mostly the same loss
+    b = a + draw(rng, 6, sd=0.003)  # the same seed gives nearly the same loss
     d = compare.difference(a, b, W, (1.0, 30), paired=True)
     assert_is_the_t_test(d, stats.ttest_rel(a[:, 0], b[:, 0]))
-    for n in 1, 2:  # one pair has no SD, and two hardly have one
+    for n in 1, 2:  # one pair has no SD, and two have hardly any
         assert compare.difference(a[:n], b[:n], W, (0.01, 5), paired=True).df == 5
     texts = a + rng.standard_normal(9)  # some documents are harder than others, for both
     effect = 0.02 * rng.standard_normal(9)  # per document: pairing removes only the noise of seeds
@@ -318,7 +318,7 @@ def test_the_difference_of_pairs_is_the_paired_t():
 
 
 def test_documents_that_disagree_widen_a_difference():
-    """Compared with the variance over many draws of documents, with equal and unequal weights, and for equal ones with
+    """Their variance equals that over many draws of documents, with equal and unequal weights, and for equal weights
     the textbook formula."""
     rng = np.random.default_rng(0)
     for w, noise in ((np.arange(1.0, 5), 0.001), (np.ones(40), 0.05), (np.ones(40), 0.01)):
@@ -382,7 +382,7 @@ def test_a_multiplier_is_that_of_two_power_laws(times):
     assert unsure.low < m.low and unsure.high > m.high and compare.times(None, 0.0) is None
 
 
-def test_multipliers_that_cannot_be_told():
+def test_a_multiplier_that_the_curves_do_not_show_is_none():
     a = curve_of(power_law)
     d = exactly(-0.6, 0.01)
     beyond = compare.multiplier(d, a, a)
@@ -430,8 +430,8 @@ def search_of(best, noise):
     return {rate: dict(enumerate(column)) for rate, column in zip(rates, losses.T.tolist(), strict=True)}
 
 
-def test_what_the_errors_of_rates_cost_a_sweep():
-    """By hand: curvature / loss times the variance of a vertex, or the scatter of three rates around their line."""
+def test_errors_of_rates_cost_a_sweep_what_the_formula_says():
+    """It is curvature / loss times the variance of a vertex, or times the scatter of three rates around their line."""
     search = search_of(2.8e-3, np.random.default_rng(0).standard_normal((4, 4)))
     known = compare.look_at_search(search, None)
     share = known.curvature / min(np.mean([*losses.values()]) for losses in search.values())
@@ -449,7 +449,7 @@ def test_what_the_errors_of_rates_cost_a_sweep():
 
 @pytest.mark.parametrize("correlation", [0.0, 0.9])
 def test_the_error_of_the_chosen_rates_is_what_they_cost(correlation):
-    """Compared with what the rates chosen in many searches cost on the true parabola."""
+    """The truth is what the rates chosen in many searches cost on the true parabola."""
     rng = np.random.default_rng(4)
     costs, told = [], []
     for _ in range(600):
@@ -464,7 +464,7 @@ def test_the_error_of_the_chosen_rates_is_what_they_cost(correlation):
 
 
 def test_the_variance_of_rates_is_that_of_a_parabolas_vertex():
-    """With one seed per rate, c (e_a^2 - e_b^2) has the second moment 4 c^2 var(e)^2; by finite differences here."""
+    """With one seed per rate, c (e_a^2 - e_b^2) has the second moment 4 c^2 var(e)^2. Slopes are finite differences."""
     rates, losses = np.array([1e-3, 2e-3, 4e-3, 8e-3]), np.array([1.62, 1.6, 1.61, 1.7])
 
     def vertex(y):
@@ -480,7 +480,7 @@ def test_the_variance_of_rates_is_that_of_a_parabolas_vertex():
     assert df == 12 / 4
 
 
-def test_the_error_of_rates_that_a_search_cannot_tell():
+def test_rates_that_a_search_cannot_tell_have_no_error():
     rng = np.random.default_rng(5)
     inside, edge = (search_of(best, rng.standard_normal((4, 4))) for best in (2.8e-3, 5e-4))
     once = {rate: {1: losses[0]} for rate, losses in inside.items()}
@@ -492,7 +492,7 @@ def test_the_error_of_rates_that_a_search_cannot_tell():
     assert with_it.se**2 == pytest.approx(without.se**2 + 1e-4) and with_it.rates_se == pytest.approx(0.01)
 
 
-def test_pooling_is_bartletts():
+def test_groups_are_pooled_if_bartletts_test_allows_it():
     rng = np.random.default_rng(6)
     for scale in (1, 1.5, 2.5, 4):
         groups = [rng.standard_normal(6), scale * rng.standard_normal(9), rng.standard_normal(4)]
@@ -505,13 +505,13 @@ def test_an_interval_misses_the_truth_in_one_of_twenty_duels(design):
     assert 0.015 < duel_simulation.misses(500, **design) < 0.085
 
 
-def test_winner_needs_to_beat_every_other():
+def test_a_winner_needs_to_beat_every_other_family():
     p = {"near": 0.03, "far": 0.001, "other": 0.02}
     told = lambda a, b: p[b]
     four = {"x": 3.0, "near": 3.1, "far": 3.5, "other": 3.2}
     assert compare.winner({"x": 3.0, "far": 3.5}, told).family == "x"
     best = compare.winner(four, told)
-    # Holm by hand: 3 x 0.001, 2 x 0.02, and 0.03, which is raised to the one before
+    # Holm by hand: 3 x 0.001, 2 x 0.02, and 0.03, which is raised to the value before it
     assert best.family == "x" and "p <= 0.04 after" in best.reason
     p["other"] = 0.03
     assert compare.winner(four, told).family is None

@@ -1,9 +1,9 @@
-"""Our operators with backend="fused" on other libraries' own kernels, against the float64 loops, with every gradient.
+"""Our operators with backend="fused" run other libraries' kernels and agree with float64 loops, gradients included.
 
     make test-fused                         # on a CPU: flash-linear-attention's kernels in Triton's interpreter
-    python -m pytest tests/test_fused.py    # on a GPU: these in bfloat16, and mamba-ssm, causal-conv1d, flash-attn
+    python -m pytest tests/test_fused.py    # on a GPU: the same in bfloat16, and mamba-ssm, causal-conv1d, flash-attn
 
-In the interpreter inputs are float16: it computes with bfloat16 as if it were an integer.
+The interpreter gets float16 inputs, because it computes with bfloat16 as if it were an integer.
 """
 
 import builtins
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Step(int):
-    """A number of a kernel's loop: a tensor for the compiler, but a number for the interpreter."""
+    """An index of a kernel's loop, which is a tensor for the compiler but a number for the interpreter."""
 
     def to(self, dtype):
         return self
@@ -72,14 +72,14 @@ def interpreter():
 
 
 def needs(op):
-    """Skip a test if the library of `op` cannot run; in Triton's interpreter all of fla must."""
+    """Skip a test if the library of `op` cannot run; in Triton's interpreter all of fla's kernels must run."""
     if not INTERPRETED and fused.missing(op):
         pytest.skip(fused.missing(op))
 
 
 def beyond(fast, slow, a, half, tolerance=TOLERANCE):
-    """{name: error} of the outputs and gradients whose error, relative to the norm of the loop's in float64 on the same
-    inputs, is beyond the tolerance. half: the arguments in 16 bits."""
+    """{name: error} of outputs and gradients beyond the tolerance. Errors are relative to the norm of the loop's result
+    in float64 on the same inputs. half: the arguments in 16 bits."""
     given = {n: v.to(DEVICE, DTYPE if n in half else torch.float32) for n, v in a.items()}
     got = graded(fast, given)
     true = graded(slow, double(given))

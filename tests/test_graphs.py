@@ -1,6 +1,6 @@
-"""Micro-batches as CUDA graphs, on a CPU: no family asks the GPU for a number, and a stand-in replays runs by repeating
-the recorded operators on the recorded tensors. This shows that all that changes between micro-batches is in tensors,
-and that these stay in place. Only a GPU can show streams, memory and speed.
+"""Micro-batches as CUDA graphs, tested on a CPU. No family asks the GPU for a number. A stand-in replays runs by
+repeating the recorded operators on the recorded tensors. This shows that only values of tensors change between
+micro-batches, and that these tensors stay in place. Only a GPU can show streams, memory and speed.
 
     python -m pytest tests/test_graphs.py
 """
@@ -22,7 +22,7 @@ from model import FAMILIES, LM, ModelConfig
 from runtime import distributed, graphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ON_CPU = sorted(FAMILIES.keys() - {"mesa"})  # whose number of steps depends on a number there, not on a GPU
+ON_CPU = sorted(FAMILIES.keys() - {"mesa"})  # on a CPU, its number of steps depends on its keys
 HOW = {**TINY, "micro_batch_size": 5, "max_iters": 3, "eval_interval": 0, "final_eval_tokens": 32}
 
 
@@ -70,7 +70,7 @@ def test_no_family_waits_for_the_gpu(family):
 
 
 def replayed(data, out, same=assert_same_training, **changes):
-    """What a run with graphs prints, after checking that it trains to the same bits as one without."""
+    """The output of a run with graphs, which must train to the same bits as a run without."""
     succeed(arguments(data, out.with_name("eager"), HOW, **changes))
     said = succeed(arguments(data, out, HOW, graphs=True, **changes)).out
     same(out, out.with_name("eager"))
@@ -78,16 +78,16 @@ def replayed(data, out, same=assert_same_training, **changes):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_replayed_runs_are_eager_ones_to_the_bit(data, out, dtype):
-    """Steps of 5, 5 and 2 windows; only those of 5 are replayed. The first is compared once the stream that computed it
-    is done."""
+def test_replayed_runs_equal_eager_runs_to_the_bit(data, out, dtype):
+    """A step has 5, 5 and 2 windows, and only those of 5 are replayed. The first is compared once the stream that
+    computed it is done."""
     with recorded() as stream:
         said = replayed(data, out, pattern=",".join(ON_CPU), n_layer=len(ON_CPU), dtype=dtype)
     assert said.count("replayed\n") == 1 + 3 * 2 and stream.wait_stream.call_count == 1
 
 
 def test_a_micro_batch_of_another_weight_is_not_replayed():
-    """Random numbers are those of a run that records nothing, and go on so."""
+    """Its random numbers, and those after it, are the same as without recording."""
     model = torch.nn.Linear(3, 1)
     x = torch.ones(2, 3)
 
@@ -107,7 +107,7 @@ def test_a_micro_batch_of_another_weight_is_not_replayed():
 
 @pytest.mark.parametrize("how", ["loss", "gradient"])
 def test_a_first_micro_batch_that_is_not_finite_is_skipped_and_a_later_one_recorded(data, out, how):
-    """The next step's first one is: recording within the same step would forget what was not finite."""
+    """The first one of the next step is recorded: within the same step, recording would forget what was not finite."""
     succeed(arguments(data, out.with_name("eager"), HOW), LM=poisoned([1], how))
     with recorded():
         said = succeed(arguments(data, out, HOW, graphs=True), LM=poisoned(range(graphs.WARM_UPS + 2), how)).out

@@ -1,8 +1,8 @@
-"""Every family's blocks against an independent truth in float64: outputs and all gradients, for the same weights.
+"""Compares every family's blocks with an independent truth in float64: outputs and all gradients, for the same weights.
 
-The truths are the papers' equations, a token at a time, or transformers' own layers. Those cast to float32, which is
-lifted here; their weights are made from ours by differentiable functions, so that the gradients are those of our
-tensors. A new family is compared by its row of TRUTHS.
+The truths are the papers' equations, a token at a time, or transformers' own layers. The layers' casts to float32 are
+undone here. Their weights are made from ours by differentiable functions, so that gradients reach our tensors. A new
+family needs a row in TRUTHS.
 
     python -m pytest tests/test_layers.py
 """
@@ -90,7 +90,7 @@ def gla(x, p, config):
     q, k = map(heads, p.linear("qk", x).chunk(2, -1))
     log_decay = heads(F.logsigmoid(p.linear("forget2", p.linear("forget1", x))) / 16)
     o, _ = recurrence(q / math.sqrt(q.shape[3]), k, heads(p.linear("v", x)), log_decay.exp())
-    if config.model == "gla_released":  # keys as short as queries, seen by the norm's eps alone; means taken off
+    if config.model == "gla_released":  # keys are scaled like queries, which only eps notices, and means are removed
         o = o / math.sqrt(q.shape[3])
         o = o - o.mean(-1, keepdim=True)
     return p.linear("out_proj", F.silu(p.linear("gate", x)) * rms(o).flatten(2))
@@ -158,7 +158,7 @@ def without_casts(monkeypatch):
         monkeypatch.setattr(module, "torch", Wide())
 
 
-# their name: ours, of the parameters that are as they are
+# their name and our name, for parameters that are used unchanged
 QWEN3_NEXT = """
 dt_bias          dt_bias
 A_log            A_log
@@ -200,7 +200,7 @@ time_first         bonus
 
 
 def theirs_of(module, x, p, names, **made):
-    """What their module computes with our parameters: all of its own must be among `names` and `made`."""
+    """The output of their module with our parameters. `names` and `made` must list all parameters of the module."""
     weights = {theirs: p[ours] for theirs, ours in table(names)} | {n.replace("__", "."): a for n, a in made.items()}
     if "conv_weight" in p:
         weights["conv1d.weight"] = p["conv_weight"][:, None]
@@ -223,7 +223,7 @@ def qwen3_next(x, p, config):
 
 
 def kimi_linear(x, p, config):
-    """Its output gate has no bias, as in the paper; ours, as in flash-linear-attention, starts at 0."""
+    """Their output gate has no bias, as in the paper. Our bias, as in flash-linear-attention, starts at 0."""
     theirs = modeling_kimi_linear.KimiLinearDeltaAttention(transformers.KimiLinearConfig(
         hidden_size=config.n_embd, num_hidden_layers=1, linear_num_heads=config.n_head,
         linear_head_dim=config.n_embd // config.n_head, linear_conv_kernel_dim=config.d_conv, rms_norm_eps=1e-5,
@@ -242,7 +242,7 @@ def mamba2(x, p, config):
 
 
 def rwkv4(module, names, x, p, config):
-    """Theirs weighs the present by 1 - mu, ours the past by mu."""
+    """Their parameter is the weight of the present token, 1 - mu; ours is that of the previous token, mu."""
     theirs = module(transformers.RwkvConfig(
         hidden_size=config.n_embd, attention_hidden_size=config.n_embd, intermediate_size=len(p["key.weight"]),
         num_hidden_layers=2, context_length=200), 1)
@@ -268,11 +268,11 @@ TRUTHS = {  # family: the truth of each branch in which it differs from the othe
     "gated_deltanet": [qwen3_next], "kda": [kimi_linear], "mamba2": [mamba2],
     "rwkv4": [rwkv4_time, rwkv4_channel],
 }
-FLOAT32 = ("llama", "swa", "retnet", "retnet_released")  # whose angles are always float32
+FLOAT32 = ("llama", "swa", "retnet", "retnet_released")  # their angles are always float32
 
 
 def shaken(lm):
-    """Matrices large, and vectors away from ones and zeros, so that one that is forgotten shows."""
+    """The model in float64, with large matrices and vectors away from ones and zeros, so that a forgotten one shows."""
     with torch.no_grad():
         for name, p in lm.named_parameters():
             if name in optim.decayed(lm):
@@ -286,7 +286,7 @@ def shaken(lm):
     *((family, sizes) for family in TRUTHS for sizes in SIZES),
     *(("deltanet", {**SIZES[0], "step": step, "normalize_keys": unit}) for step in STEPS for unit in (True, False)),
 ], ids=str)
-def test_a_block_is_its_truth(family, changes):
+def test_a_block_and_its_gradients_equal_the_truth(family, changes):
     torch.manual_seed(0)
     config = ModelConfig(model=family, n_layer=2, vocab_size=8, mlp_multiple=8, window=WINDOW, **changes)
     for branch, truth in zip(shaken(LM(config)).layers[1].branches, TRUTHS[family], strict=False):

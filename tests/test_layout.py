@@ -1,4 +1,4 @@
-"""The tree is what README says, arrows between files point one way, and the root stays short.
+"""The tree is as README says, imports go one way, and the root stays short.
 
     python -m pytest tests/test_layout.py
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from helpers import ROOT, tracked
 
-# A module imports from groups above its own, and within its group without a circle.
+# A module imports only from its own group and the groups before it, and never in a circle.
 ORDER = [("common",), ("configurator",), ("kernels",), ("initialisation",), ("model",), ("mixers",), ("families",),
          ("inspection",), ("runtime",), ("optim",), ("data",), ("evaluation",), ("train",),
          ("sample", "evaluate", "export"), ("bench", "tools"), ("experiments",)]
@@ -35,7 +35,7 @@ def graph_of_imports():
     return {module: {*imports(path, modules)} - {module} for module, path in modules.items()}
 
 
-def test_imports_go_up_one_list():
+def test_imports_only_go_up_the_list():
     place = {name: i for i, group in enumerate(ORDER) for name in group}
     graph = graph_of_imports()
     assert {"runtime.checkpoint", "model"} <= graph["train"] and "common.errors" in graph["experiments.edit"]
@@ -44,7 +44,7 @@ def test_imports_go_up_one_list():
             assert place[name.split(".")[0]] <= place[module.split(".")[0]], f"{module} imports {name}"
 
 
-def test_no_import_cycle():
+def test_there_is_no_import_cycle():
     """TopologicalSorter raises CycleError, which names the files."""
     list(graphlib.TopologicalSorter(graph_of_imports()).static_order())
 

@@ -1,4 +1,4 @@
-"""Operators on other libraries' kernels: stand-ins, which compute on this CPU, show what they would be called with.
+"""Operators on other libraries' kernels. Stand-ins compute on this CPU and show what a library would be called with.
 
 test_fused.py runs the libraries' own kernels.
 
@@ -33,8 +33,8 @@ def given(name, T, dtype=F32, state=False, **sizes):
 
 @pytest.fixture
 def calls(library):
-    """What the libraries were called with: (operator, dtypes, the rest). The stand-ins compute from the libraries' own
-    layouts, so that any other would be wrong."""
+    """A list of calls: (operator, dtypes, other arguments). The stand-ins compute from the libraries' own layouts, so
+    that any other layout gives wrong results."""
     calls = []
 
     def seen(op, *tensors, **rest):
@@ -66,7 +66,7 @@ def calls(library):
     def flash_attn_func(q, k, v, causal=False, window_size=(-1, -1)):
         seen("attention", q, k)
         q, k, v = (a.transpose(1, 2) for a in (q, k, v))
-        window = None if window_size[0] < 0 else window_size[0] + 1  # flash-attn's leaves out the query's own key
+        window = None if window_size[0] < 0 else window_size[0] + 1  # flash-attn does not count the query's own key
         return ops.attention(q, k, v, window, backend="torch").transpose(1, 2)
 
     loops = {"gated_linear_attention": la.gated_linear_attention_ref, "retention": la.retention_ref,
@@ -89,8 +89,8 @@ def exact(calls, monkeypatch):
 @pytest.mark.parametrize("T", (2, 20))
 @pytest.mark.parametrize("state", (True, False))
 @pytest.mark.parametrize("name", LINEAR)
-def test_linear_attention_in_the_librarys_own_layout(name, state, T, exact):
-    """With every gradient, in 16 bits, and with a bonus, which the library does not have."""
+def test_linear_attention_is_right_in_the_librarys_own_layout(name, state, T, exact):
+    """So is every gradient. The library also gets 16 bits, and a bonus, which it does not have, is computed here."""
     run, a = given(name, T, state=state)
     assert not wrong(name, a, "fused")
     constant = name in ("retention", "bonus")
@@ -108,7 +108,7 @@ def test_linear_attention_in_the_librarys_own_layout(name, state, T, exact):
 @pytest.mark.parametrize("name, state, how", [
     ("conv", False, {}), ("conv", False, {"silu": False}), ("conv", False, {"reverse": True}), ("mamba", False, {}),
     ("mamba", False, {"reverse": True}), ("attention", False, {}), ("window", False, {}), ("attention", True, {})])
-def test_the_others_in_their_own_layout(name, state, how, exact):
+def test_the_other_operators_are_right_in_their_own_layouts(name, state, how, exact):
     """flash-attn aligns the queries with the last keys."""
     run, a = given(name, 9, state=state)
     how_run = {"backend": "fused"} | ({"keep": False} if name == "mamba" else {})
@@ -120,8 +120,8 @@ def test_the_others_in_their_own_layout(name, state, how, exact):
         assert ours(**a, **how)["y"].dtype == BF16
 
 
-def test_what_a_library_lacks_is_computed_here(exact):
-    """A state, wide convolutions, channels that are no multiple of 8, or views that are none."""
+def test_calls_that_a_library_lacks_are_computed_here(exact):
+    """Libraries lack states, wide convolutions, and channels or strides that are no multiple of 8."""
     part = {**conv_inputs(2, 9, 8, 4, state=False), "x": torch.randn(2, 9, 12)[..., :8]}
     _, scan = given("mamba", 9)
     lacking = [("conv", conv_inputs(2, 9, 8, 4)), ("conv", conv_inputs(2, 9, 8, 5, state=False)), ("conv", part),
@@ -134,7 +134,7 @@ def test_what_a_library_lacks_is_computed_here(exact):
     assert exact == []
 
 
-def test_a_library_that_is_not_there_is_a_reason(library, monkeypatch):
+def test_a_missing_library_is_named_in_the_refusal(library, monkeypatch):
     run, a = given("gla", 3, BF16)
     for error, words in (
             (ModuleNotFoundError("No module named 'fla'", name="fla"), "is not installed"),
@@ -142,7 +142,7 @@ def test_a_library_that_is_not_there_is_a_reason(library, monkeypatch):
             (RuntimeError("0 active drivers\n([])"), r"cannot be imported (0 active drivers ([]))")):
         monkeypatch.setattr(importlib, "import_module", mock.Mock(side_effect=error))
         fused.missing.cache_clear()
-        run(**a)  # chunks
+        run(**a)  # in our chunks
         with pytest.raises(RuntimeError, match=f"cannot run here: flash-linear-attention {re.escape(words)}: leave"):
             run(**a, backend="fused")
 
@@ -171,7 +171,7 @@ def test_versions_with_wrong_gradients_are_left_alone(triton, fla, gpu, left, ca
 
 
 @pytest.mark.parametrize("name", LINEAR)
-def test_a_single_step_is_not_worth_the_librarys_chunks_and_more_are_said_once(name, library, calls):
+def test_single_steps_are_computed_here_and_longer_calls_announced_once(name, library, calls):
     for T, called in ((1, 0), (2, 1), (20, 2)):
         run, a = given(name, T, BF16)
         run(**a, backend="fused")
@@ -190,7 +190,7 @@ def test_the_library_is_called_from_compiled_code(calls, library):
     assert torch.equal(compiled(**a), la.retention(**a)[0]) and len(calls) == 2
 
 
-def test_what_the_library_cannot_do_goes_to_chunks(calls):
+def test_calls_that_the_library_cannot_take_go_to_our_chunks(calls):
     run, a = given("gated_delta_rule", 20)
     with torch.autocast("cpu", dtype=BF16):  # it gets 16 bits
         out = run(**a)
@@ -206,7 +206,7 @@ def test_what_the_library_cannot_do_goes_to_chunks(calls):
     ("gla", F32, 5, 7, "takes bfloat16, "), ("delta_rule", BF16, 257, 2, "up to a width of 256, not 257"),
     ("mesa", BF16, 8, 7, "of one width, at most 128, not 8 and 7"),
     ("mesa", BF16, 129, 129, "at most 128, not 129 and 129")])
-def test_what_the_library_cannot_do_is_refused_if_it_is_asked_for(name, dtype, K, V, words, calls):
+def test_calls_that_the_library_cannot_take_are_refused_if_it_is_asked_for(name, dtype, K, V, words, calls):
     run, a = given(name, 3, dtype, B=1, H=1, K=K, V=V)
     run(**a)
     assert calls == []
@@ -214,4 +214,4 @@ def test_what_the_library_cannot_do_is_refused_if_it_is_asked_for(name, dtype, K
         run(**a, backend="fused")
     run, a = given(name, 3, BF16, B=1, H=1, K=K - 1, V=min(V, K - 1))
     run(**a)
-    assert len(calls) == 1, "at the limit it can"
+    assert len(calls) == 1, "the library must run at its limit"

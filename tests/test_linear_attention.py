@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("poison", "one_thread")
 
 
 @pytest.mark.parametrize("begins", [(7,), (8,), (24,), (1, 2, 30)], ids=str)
-def test_wkv4_of_documents_whose_keys_are_far_apart(begins):
+def test_wkv4_is_right_for_documents_whose_keys_are_far_apart(begins):
     """Each document's keys are a hundred below the previous ones: without a reset its own weights would underflow."""
     k, v = torch.randn(2, 1, 33, 3)
     decay, bonus = torch.rand(2, 3) + 1e-3
@@ -32,7 +32,7 @@ def test_wkv4_of_documents_whose_keys_are_far_apart(begins):
 
 @pytest.mark.parametrize("backend", ("", "torch"))
 @pytest.mark.parametrize("top", (la.NOTHING, -torch.inf))
-def test_an_empty_wkv4_state_is_none(backend, top):
+def test_an_empty_wkv4_state_equals_no_state(backend, top):
     row = OPERATORS["wkv4"]
     a = row.draw(20)
     zero = torch.zeros(2, 3, dtype=F64)
@@ -40,21 +40,21 @@ def test_an_empty_wkv4_state_is_none(backend, top):
     assert not wrong("wkv4", bare(row, a), run=empty)
 
 
-OF_TWO = torch.ones(2, 8, 2, 5)  # heads; values have three
+OF_TWO = torch.ones(2, 8, 2, 5)  # two heads, but the values have three
 
 
 @pytest.mark.parametrize("case,change,words", [
     ("mesa", {"state": (1, 2, 3)}, r"state must be \(H, U\), got 3 entries"),
     ("wkv4", {"state": (1, 2)}, r"state must be \(num, den, max\), got 2 entries"),
     ("shared", {"q": OF_TWO, "k": OF_TWO}, r"v must be \(2, 8, 2, 7\) for .*")])
-def test_what_other_operators_do_not_have_is_refused_in_a_line(case, change, words):
+def test_wrong_states_and_heads_are_refused_in_one_line(case, change, words):
     row = OPERATORS[case]
     a = bare(row, row.draw(8))
     with pytest.raises(ValueError, match=f"^{row.op}: {words}$"):
         getattr(la, row.op)(**{**a, **change})
 
 
-def test_mesa_takes_the_steps_that_keys_of_any_length_ask_for():
+def test_mesa_takes_as_many_steps_as_its_keys_need():
     row = OPERATORS["mesa"]
     a = row.draw(100, B=1, H=1, K=32, V=8)
     a["k"] *= 30
