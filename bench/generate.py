@@ -5,10 +5,10 @@
     python bench/generate.py --device=cuda --size=350M --save              # results/generate_cuda_350m.json
 
 First each family's state is checked: a short text, read in pieces and continued greedily, must give the same logits as
-one forward pass over the whole text. A family that fails is not timed. Then a text of random tokens is read in chunks
-and, at each context length, continued greedily by --new_tokens tokens, a few at a time, all families in turn. LLaMA is
-there for contrast: its state is a cache of all keys and values. A context that would take a family over --budget_s is
-left out, with a line that says so.
+one forward pass over the whole text. A family that fails is not timed. Then a text of random tokens is read in chunks.
+At each context length it is continued greedily by --new_tokens tokens, and the families take turns of a few tokens.
+LLaMA is there for contrast: its state is a cache of all keys and values. A context that would take a family over
+--budget_s is left out, and a line says so.
 
 LLaMA's cache has spare room, up to a quarter of its tokens, so that adding a token rarely copies the cache. While
 reading, attention also needs a mask of (chunk, past + chunk), so its peak grows with --chunk times the context.
@@ -35,16 +35,16 @@ from common.errors import main_error  # noqa: E402
 from configurator import Count, Range, Seconds  # noqa: E402
 from model import LM, tensors_of  # noqa: E402
 
-TOLERANCE = 1e-4  # for logits in float32, relative, 2-norm; all families stay below 1e-5
+TOLERANCE = 1e-4  # relative error of float32 logits in the 2-norm; all families stay below 1e-5
 MIB = 2**20
-BURSTS = 4  # turns in which the new tokens after each context are written
+BURSTS = 4  # turns that the new tokens after each context are divided into
 PIECES = (31, 1, 16)  # the check reads its text in these pieces, then one token at a time
 
 
 # ---------------------------------------------------------------------------------------------- one family, in a worker
 
 class Reader(Model):
-    """A model reading a text. spec also has chunk."""
+    """A model that reads a text and continues it. spec: as for Model, with chunk."""
 
     def __init__(self, spec):
         super().__init__(spec)
@@ -53,19 +53,19 @@ class Reader(Model):
             self.lm = LM(self.config).eval()
         self.error, tolerance = self.check(self.lm)
         if not self.error <= tolerance:  # `not` catches NaN
-            raise LeftOut(f"the state is wrong: logits differ by {self.error:.1e} from a whole pass "
-                          f"(at most {tolerance:.0e})")
+            raise LeftOut(f"the state is wrong: logits differ by {self.error:.1e} from one pass over "
+                          f"the whole text (at most {tolerance:.0e})")
         self.state = self.lm.initial_state(spec["batch_size"])
         self.past = 0
         self.seconds = 0.0  # spent on reading `past` tokens
 
     @torch.no_grad()
     def check(self, lm, new_tokens=16):
-        """(relative error of the logits that come through the state, its tolerance), compared with one pass over the
-        whole text.
+        """Return (relative error of logits computed through the state, its tolerance). The reference is one pass over
+        the whole text.
 
-        In bfloat16 the reference is the whole pass in float32 with backend torch, and the error may be four times that
-        of the whole pass in bfloat16.
+        In bfloat16, the reference is this pass in float32 with backend torch. The error may then be four times as large
+        as for one bfloat16 pass over the whole text.
         """
         with self.autocast():
             text = torch.randint(lm.config.vocab_size, (2, sum(PIECES)), device=self.device)  # (2, T)
@@ -91,7 +91,7 @@ class Reader(Model):
         return {"parameters": sum(p.numel() for p in self.lm.parameters()), "relative_error": self.error}
 
     def forward(self, tokens, state):
-        """(the most likely next token (B, 1), state, seconds)."""
+        """Return (the most likely next token (B, 1), state, seconds)."""
         start = time.perf_counter()
         with self.autocast():
             logits, _, state = self.lm(tokens, state=state, last_only=True)
@@ -101,7 +101,7 @@ class Reader(Model):
 
     @torch.no_grad()
     def read(self, context):
-        """Read on until the text has `context` tokens. The seconds it returns are those for the whole text."""
+        """Read on until the text has `context` tokens. The returned seconds cover the whole text."""
         self.token = self.later = None  # frees the previous context's continuation
         peak = measure.Peak(self.device)
         batch_size = self.spec["batch_size"]
@@ -144,7 +144,7 @@ class Family(Worker):
         super().__init__(Reader, spec, family=spec["name"], contexts=[])
         self.spec = spec
         self.spent = 0.0
-        self.chunk_s = 0.0  # of the last chunk; the next takes at least as long, since attention slows down
+        self.chunk_s = 0.0  # seconds for the last chunk; attention slows down, so the next takes at least as long
         self.past = 0
 
     @property
@@ -152,7 +152,7 @@ class Family(Worker):
         return max(0.0, self.spec["budget_s"] - self.spent)
 
     def read(self, context):
-        """Read on to `context` tokens; returns whether it got there."""
+        """Read on to `context` tokens. Returns True if it got there."""
         contexts = self.row["contexts"]
         needed = self.chunk_s * math.ceil((context - self.past) / self.spec["chunk"])
         if needed > self.left_s or contexts and "left_out" in contexts[-1]:
@@ -175,7 +175,8 @@ class Family(Worker):
 
 
 def run_contexts(specs, contexts, new_tokens):
-    """One row per family: {'family', ..., 'contexts': [{'context', 'prefill', 'decode', ...} or with 'left_out']}."""
+    """Return a row per family: {'family', ..., 'contexts': [{'context', 'prefill', 'decode', ...}]}. A context that was
+    left out has 'left_out' instead."""
     from tqdm import tqdm
 
     families = [Family(spec) for spec in specs]
@@ -214,9 +215,9 @@ def print_rows(rows):
 
 @dataclass
 class Options(Shared):
-    batch_size: Count = 1
+    batch_size: Count = 1  # texts at a time
     budget_s: Seconds = 120.0  # seconds per family
-    contexts: tuple[Annotated[int, Range(1, 10**9)], ...] = (1024, 4096, 16384, 65536)  # lengths
+    contexts: tuple[Annotated[int, Range(1, 10**9)], ...] = (1024, 4096, 16384, 65536)  # context lengths
     new_tokens: Count = 64  # tokens written after each context
     chunk: Count = 1024  # tokens read at a time
 

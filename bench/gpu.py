@@ -1,19 +1,21 @@
-"""All measurements for a machine with a GPU: commands with a time limit, each leaving its record.
+"""Runs all measurements for a machine with a GPU: commands with a time limit, each with its own record.
 
     make gpu                             # three calls, one after the other, each of at most nine minutes:
     make gpu STAGES=correctness          # do the kernels build, and are they right?
     make gpu STAGES=speed                # how fast are they, why, and would another tuning be faster?
     make gpu STAGES=training             # what does that mean for a training step?
-    make gpu STAGES=build,tests          # only these
+    make gpu STAGES=build,tests          # only these stages
     make gpu PYTHON=python3 OUT=elsewhere      # with your own interpreter; installs nothing
     make gpu ARGS=--dry-run              # the same stages and files with tiny sizes on a CPU; measures nothing
     python bench/gpu.py --check FOLDER   # can these records be sent in?
 
-A stage is a process with a time limit. A stage whose requirements are missing is skipped, and says what is missing. If
+A stage is a process with a time limit. If a requirement is missing, the stage is skipped and says what is missing. If
 the kernels do not build, or one of their tests fails, all later stages are left out, because they would time wrong
-kernels. No other failure stops anything, nor do tests that run out of time if none has failed. In results/gpu_<device>/
-each stage leaves <stage>.json, with its machine, date, commit, clock and how it ended, and <stage>.log, with all
-output. The exit status is 1 if any stage failed.
+kernels. No other failure stops anything. If the tests run out of time and none has failed, the later stages still run.
+The exit status is 1 if any stage failed. Each stage leaves two files in results/gpu_<device>/:
+
+    <stage>.json    the record, with machine, date, commit, clock and how the stage ended
+    <stage>.log     all output
 """
 
 import contextlib
@@ -49,7 +51,7 @@ from runtime.records import fields, read_json  # noqa: E402
 CALLS = {"correctness": ("build", "tests", "memcheck", "racecheck", "fused"),
          "speed": ("build", "scan_cuda", "profile", "convolution", "loss", "variants"),
          "training": ("build", "training", "training_4096", "training_8192", "training_graphs")}
-BUDGET_S = 530  # per call: the build takes 95 s on 4 cores, 25 on 16; later stages get the time it leaves
+BUDGET_S = 530  # per call: the build takes 95 s on 4 cores, 25 on 16; later stages get the rest
 PATIENCE_S = 3  # between SIGTERM and SIGKILL
 SANITIZER = "compute-sanitizer"
 CLOCK = "nvidia-smi --id=0 --query-gpu=clocks.sm,clocks.max.sm,utilization.gpu --format=csv,noheader,nounits -lms 200"
@@ -75,13 +77,13 @@ def stages(out, dry_run):
         return ours(name, f"bench/ops.py {function}") + ["--dry-run"] * dry_run
 
     def sanitized(name):
-        # without PyTorch's cache each tensor is a separate allocation, so that an access beyond its end is detected
+        # without PyTorch's cache each tensor is a separate allocation, so an access past its end is detected
         words = (f"env PYTORCH_NO_CUDA_MEMORY_CACHING=1 {SANITIZER} --tool {name} --error-exitcode 9 "
                  "--report-api-errors no --print-limit 20")
         return Stage(name, 40, [*words.split(), *ops(name, "small")], (SANITIZER,))
 
     def training(name, T, tokens=32768, more=""):
-        """Compiled steps of the 120M models on random tokens, as in train.py."""
+        """The stage that times compiled training steps of the 120M models on random tokens."""
         words = (f"bench/step.py --rounds=5 --families=longhorn,llama --device=cuda --size=120M --compile --kernels "
                  f"--block_size={T} --batch_size={tokens // T} {more}")
         if dry_run:
@@ -112,13 +114,13 @@ def stages(out, dry_run):
 
 def pytest(*words):
     command = [sys.executable, "-m", "pytest", "-v", "-rN", "--tb=short", "-p", "no:cacheprovider"]
-    if importlib.util.find_spec("xdist"):  # most of a test is a loop over time
+    if importlib.util.find_spec("xdist"):  # in parallel: most of a test is a Python loop over time
         command += ["-n", str(min(12, os.cpu_count() or 1)), "--dist=worksteal"]
     return [*command, *words]
 
 
 def gpu_tests():
-    """The tests called test_gpu..., and those of the loss with "cuda" as their device."""
+    """The command for all tests called test_gpu..., and for the tests of the loss on "cuda"."""
     files = []
     for path in sorted((ROOT / "tests").glob("test_*.py")):
         if re.search(r"^def test_gpu", path.read_text(), re.M):
@@ -148,7 +150,7 @@ def run_limited(command, limit_s, log):
 
 
 def at_its_clock(f, *arguments):
-    """(f(*arguments), the GPU's clock meanwhile, as `sm_clock` gives it; {} if nvidia-smi does not answer)."""
+    """Return (f(*arguments), what `sm_clock` says of the GPU meanwhile, or {} if nvidia-smi does not answer)."""
     try:
         watcher = subprocess.Popen(CLOCK.split(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                    stderr=subprocess.DEVNULL, text=True)
@@ -163,8 +165,8 @@ def at_its_clock(f, *arguments):
 
 
 def sm_clock(lines):
-    """{"samples", "median_mhz", "least_mhz", "most_mhz", "limit_mhz"} from nvidia-smi's lines, "clock, limit, percent
-    busy". Lines in which the GPU was idle for more than half of the time do not count."""
+    """Return {"samples", "median_mhz", "least_mhz", "most_mhz", "limit_mhz"} from nvidia-smi's lines "clock, limit,
+    percent busy". Lines do not count if the GPU was idle for more than half of the time."""
     rows = [[int(word) for word in row] for row in re.findall(r"^(\d+), (\d+), (\d+)$", lines, re.M)]
     busy = [mhz for mhz, _, percent in rows if percent >= 50]
     if not busy:
@@ -174,8 +176,8 @@ def sm_clock(lines):
 
 
 def run_stage(stage, out, limit_s, dry_run=False):
-    """Run a stage, and write its record; returns the record. Its entry "stage" says how it ended: status (ok, failed,
-    over time, or skipped), reason, exit_status, command, seconds; "clock" is the GPU's."""
+    """Run a stage, write its record, and return the record. Its entry "clock" is the GPU's clock. Its entry "stage"
+    says how the stage ended: status (ok, failed, over time, or skipped), reason, exit_status, command, seconds."""
     record = out / f"{stage.name}.json"
     log = out / f"{stage.name}.log"
     record.unlink(missing_ok=True)
@@ -211,7 +213,7 @@ def run_stage(stage, out, limit_s, dry_run=False):
 
 
 def verdict(stage, limit_s, exit_status, text):
-    """(status, reason) of a finished stage."""
+    """Return (status, reason) of a finished stage."""
     if exit_status is None:
         return "over time", f"killed at its limit of {limit_s:.0f} s; its results up to then are kept"
     if exit_status < 0:
@@ -232,8 +234,8 @@ def last_line(text):
 
 
 def counts(text):
-    """{"passed", "failed", "skipped": numbers}: counted in what the tests have printed so far, in one process or
-    several."""
+    """Count the tests that have ended so far in pytest's output, from one process or several. Returns {"passed",
+    "failed", "skipped"}."""
     found = re.findall(r"^(?:\[gw\d+\] \[ *\d+%\] |tests/\S+::.* )(PASSED|FAILED|ERROR|SKIPPED)\b", text, re.M)
     return {"passed": found.count("PASSED"), "failed": found.count("FAILED") + found.count("ERROR"),
             "skipped": found.count("SKIPPED")}
@@ -246,12 +248,12 @@ def summary(record, text):
 
 
 def limit_of(left_s, stage, later):
-    """Time limit in seconds for a stage when `left_s` are left: its own, plus all that later stages do not need."""
+    """Return a stage's time limit when `left_s` seconds are left: its own, plus what later stages do not need."""
     return min(left_s, max(stage.limit_s, left_s - sum(other.limit_s for other in later)))
 
 
 def is_wrong(record):
-    """Whether the remaining stages must be skipped after this build or these tests. Tests that ran out of time do
+    """True if the remaining stages must be skipped after this build or these tests. Tests that ran out of time do
     not count as wrong if some had passed and none had failed."""
     status = record["stage"]["status"]
     if status == "over time" and "passed" in record:
@@ -262,7 +264,7 @@ def is_wrong(record):
 def run_call(wanted, out, budget_s, dry_run, done):
     """Run stages within the budget, and print a line for each. Returns how many failed or were left out.
 
-    done: {name: record} of earlier calls, to which new records are added; stages that succeeded are not repeated.
+    done: {name: record} of earlier calls; new records are added to it. Stages that succeeded are not repeated.
     """
     began = time.monotonic()
     failed = 0
@@ -287,10 +289,10 @@ def run_call(wanted, out, budget_s, dry_run, done):
 # --------------------------------------------------------------------------------------------------- checking a folder
 
 def faults(folder):
-    """Yields a line for each reason why a folder of records cannot be sent in. Raises BadRecord for a damaged one."""
+    """Yields a line for each reason not to accept a folder of records. Raises BadRecord for a damaged record."""
     records = {path.stem: read_json(path) for path in sorted(folder.glob("*.json"))}
     if "tests" not in records:
-        yield "there is no tests.json, and nothing counts before correctness: make gpu STAGES=correctness"
+        yield "there is no tests.json, and no measurement counts without tests: run make gpu STAGES=correctness"
         return
     for name, record in records.items():
         with fields(f"{name}.json"):
@@ -302,7 +304,7 @@ def faults_of(name, record, tests_ran):
     ran = record["environment"]
     for part in ("gpu", "torch", "commit"):
         if ran[part] != tests_ran[part]:
-            yield f"its {part} is {ran[part]}, but that of tests.json is {tests_ran[part]}"
+            yield f"its {part} is {ran[part]}, but in tests.json it is {tests_ran[part]}"
     if ran["uncommitted_changes"] is not False:
         yield "it was measured with uncommitted changes, or outside git"
     if record.get("dry_run"):
@@ -317,7 +319,7 @@ def faults_of(name, record, tests_ran):
 
 
 def number_faults(record, place=""):
-    """Yields a line for each time, loss or error, at any depth of a record, that is negative or not a finite number."""
+    """Yields a line for each time, loss or error in a record, at any depth, that is negative or not finite."""
     if isinstance(record, dict):
         for name, entry in record.items():
             yield from number_faults(entry, f"{place}.{name}" if place else name)
@@ -353,11 +355,11 @@ class Options:
     budget_s: Seconds = BUDGET_S  # seconds per call
     stages: tuple[Literal[(*CALLS, *STAGES)], ...] = tuple(CALLS)  # calls, or single stages, which form one call
     dry_run: bool = False  # tiny sizes on the CPU, as a test
-    check: Path = None  # a folder: say whether these records can be sent in
+    check: Path = None  # folder: check whether its records can be sent in
 
 
 def choose_folder(args):
-    """The folder for the records. Raises ConfigError if nothing can be measured here."""
+    """Return the folder for the records. Raises ConfigError if nothing can be measured here."""
     usual = "out/gpu_dry"
     if not args.dry_run:
         if not torch.cuda.is_available():

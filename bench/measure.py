@@ -1,14 +1,14 @@
-"""Shared by the benchmarks: inputs, comparison with the float64 loop, timing in turn, peak memory, records.
+"""Parts that the benchmarks share: inputs, comparison with a float64 loop, timing in turns, peak memory, records.
 
     relative error = |got - true| / (|true| + TINY)       2-norms; any NaN makes it NaN, which counts as wrong
 
 TINY is needed because at logits of -1000 a true gradient can be smaller than float32 can represent.
 
-What is timed together takes turns, round after round, so that other load on the machine affects all alike:
-`time_contenders` calls operators in this process, and a `Worker` is a process that holds a model.
+Contenders take turns, round after round, so that other load on the machine affects all alike. `time_contenders` calls
+operators in this process. A `Worker` is a process that holds a model.
 
 On a GPU, gigabytes are written before every timed pass. This empties the cache and keeps the device busy until the host
-has queued the whole pass: otherwise the time of a short kernel would include Python's overhead.
+has queued the whole pass. Otherwise the time of a short kernel would include Python's overhead.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EPS = torch.finfo(torch.float32).eps
 TINY = 1e-15
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# If there are more threads than the system allows, OpenMP ends the process.
+# OpenMP ends the process if it cannot have this many threads.
 Threads = Annotated[int, Range(1, 16 * (os.cpu_count() or 1))]
 PASSES = ("forward", "backward", "forward_backward")
 CONTENDER_SECONDS = 2.0  # time limit of a contender's passes, after the first three rounds
@@ -51,8 +51,8 @@ START_S = 600  # time limit for building the kernels, and for torch.compile
 # ---------------------------------------------------------------------------------------------------- inputs and errors
 
 def make_inputs(B, T, D, N, dtype, device="cpu", key=1.0, logit=None):
-    """Random arguments of longhorn_scan by name: x, dt, z (B, T, D) and k, q (B, T, N) in `dtype`, D, dt_bias (D,) in
-    float32. key: a factor on k. logit: dt is +logit or -logit everywhere."""
+    """Return random arguments of longhorn_scan by name: x, dt, z (B, T, D) and k, q (B, T, N) in `dtype`, and D,
+    dt_bias (D,) in float32. key: a factor on k. logit: dt is +logit or -logit everywhere."""
     g = torch.Generator(device).manual_seed(0)
     shapes = dict(x=(B, T, D), dt=(B, T, D), k=(B, T, N), q=(B, T, N), D=(D,), z=(B, T, D), dt_bias=(D,))
     a = {name: torch.randn(*shape, generator=g, device=device) for name, shape in shapes.items()}
@@ -75,9 +75,9 @@ def leaves(a):
 
 
 def values_and_gradients(f, a, dtype=None):
-    """y, hT and the gradient of every argument, for a fixed random linear loss; computed in `dtype` if given.
+    """Return y, hT and the gradient of every argument by name, for a fixed random linear loss.
 
-    f(**a) returns (y, hT); if hT is None, it is left out.
+    dtype: compute in this dtype. f(**a) returns (y, hT); if hT is None, it is left out.
     """
     x = next(iter(a.values()))
     g = torch.Generator(x.device).manual_seed(1)
@@ -94,20 +94,20 @@ def values_and_gradients(f, a, dtype=None):
 
 
 def compare(got, true, slack):
-    """{name: {"relative_error", "tolerance", "right"}}; the tolerance is `slack` plus half a unit in the last place of
-    the result's dtype."""
+    """Return {name: {"relative_error", "tolerance", "right"}}. The tolerance is `slack`, plus half a unit in the last
+    place for results in 16 bits."""
     comparisons = {}
     for name, want in true.items():
         have = got[name]
         rounding = 0.0 if have.dtype == torch.float32 else torch.finfo(have.dtype).eps / 2
         error = ((have.double() - want).norm() / (want.norm() + TINY)).item()
         tolerance = slack + rounding
-        comparisons[name] = {"relative_error": error, "tolerance": tolerance, "right": error <= tolerance}  # NaN: no
+        comparisons[name] = {"relative_error": error, "tolerance": tolerance, "right": error <= tolerance}  # NaN: false
     return comparisons
 
 
 def wrong_in(comparisons):
-    """'y by 1.0e-02 (at most 2.0e-06), ...' for everything that is wrong, or ''."""
+    """List everything that is wrong, as 'y by 1.0e-02 (at most 2.0e-06), ...'. Returns '' if all is right."""
     words = []
     for name, row in comparisons.items():
         if not row["right"]:
@@ -116,7 +116,7 @@ def wrong_in(comparisons):
 
 
 def faults(f, plain, a, slack):
-    """What is wrong in f(**a) compared with plain(**a) in float64, in the words of `wrong_in`."""
+    """Compare f(**a) with plain(**a) in float64, and return what `wrong_in` says."""
     true = values_and_gradients(plain, a, torch.float64)
     return wrong_in(compare(values_and_gradients(f, a), true, slack))
 
@@ -124,7 +124,7 @@ def faults(f, plain, a, slack):
 # --------------------------------------------------------------------------------------------------------------- device
 
 class Cpu:
-    """The clock, the memory counter and the copy bandwidth of a device."""
+    """The CPU as a device for measurements: its clock, copy bandwidth and description."""
 
     name = "cpu"
     flush_bytes = 1 << 26
@@ -134,7 +134,7 @@ class Cpu:
         return torch.empty(self.flush_bytes, dtype=torch.uint8, device=self.name)
 
     def laps(self, *steps):
-        """Seconds of each step, in sequence."""
+        """Run the steps in sequence, and return the seconds of each."""
         times = [time.perf_counter()]
         for step in steps:
             step()
@@ -148,7 +148,7 @@ class Cpu:
         return 2 * source.numel() / median(seconds)
 
     def recover(self):
-        """Free memory. Returns False if every later call in this process would fail, as after a write out of bounds on
+        """Free memory. Returns False if every later call in this process would fail, as after an out-of-bounds write on
         a GPU."""
         gc.collect()
         return True
@@ -167,7 +167,7 @@ class Gpu(Cpu):
         self.flush_bytes = min(4 << 30, self.properties.total_memory // 16)
 
     def laps(self, *steps):
-        """Seconds of each step on the device, in sequence, starting from an empty cache."""
+        """Run the steps in sequence, from an empty cache, and return the device's seconds for each."""
         self.flushed.zero_()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
         events[0].record()
@@ -221,7 +221,7 @@ class Peak:
 # ---------------------------------------------------------------------------------------------- operators taking turns
 
 class Pass(NamedTuple):
-    """One pass of a contender: call() gives y; then come the gradients for dy of the tensors `wanted`."""
+    """One pass of a contender: call() returns y. The backward takes dy to the gradients of the tensors `wanted`."""
 
     call: object
     wanted: list
@@ -229,13 +229,14 @@ class Pass(NamedTuple):
 
 
 def a_pass(f, a, dy):
-    """The Pass of y = f(**a), and of the gradients of all its arguments."""
+    """Return the Pass for y = f(**a) and the gradients of all arguments."""
     a = leaves(a)
     return Pass(lambda: f(**a), list(a.values()), dy)
 
 
 class Contender:
-    """An operator that takes turns with others: its row of the record, its Pass, and the seconds of PASSES so far."""
+    """An operator that takes turns with others. Holds its row of the record, its Pass, and the seconds of PASSES in
+    each turn so far."""
 
     def __init__(self, name, make, device, rounds):
         self.row = {"contender": name}
@@ -245,8 +246,8 @@ class Contender:
         self.attempt(self.warm_up, make)
 
     def attempt(self, f, *arguments):
-        """f(*arguments), unless an earlier attempt failed. A failure leaves its 'reason' in the row. Raises ConfigError
-        if the GPU is then unusable."""
+        """Call f(*arguments), unless an earlier attempt failed. A failure puts its 'reason' in the row. Raises
+        ConfigError if it made the GPU unusable."""
         if "reason" in self.row:
             return
         try:
@@ -260,7 +261,7 @@ class Contender:
                               f"--without={name}")
 
     def warm_up(self, make):
-        """Run the first passes, which may build, load or tune, and then one to see how many fit in
+        """Run the first passes, which may build, load or tune. Then time a pass, to see how many fit in
         CONTENDER_SECONDS."""
         self.run = make()
         self.both()
@@ -277,7 +278,7 @@ class Contender:
             return self.device.laps(self.run.call)
 
     def both(self):
-        """[seconds of the forward, of the backward]"""
+        """Return [seconds of the forward, seconds of the backward]."""
         call, wanted, dy = self.run
         ys = []
         return self.device.laps(lambda: ys.append(call()), lambda: torch.autograd.grad(ys[0], wanted, dy))
@@ -304,7 +305,7 @@ def time_contenders(contenders, device, rounds=10):
 
 
 def spread(seconds):
-    """Measured seconds for a record, to the nanosecond, with their median, quartiles and minimum."""
+    """Return measured seconds for a record, rounded to nanoseconds, with median, quartiles and minimum."""
     seconds = [round(s, 9) for s in seconds]
     low, _, high = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
     return {"median_seconds": median(seconds), "quartile_seconds": [low, high], "fastest_seconds": min(seconds),
@@ -312,20 +313,20 @@ def spread(seconds):
 
 
 def quartiles(times, digits=1):
-    """'low .. high' in milliseconds, for a table."""
+    """Format the quartiles for a table: 'low .. high' in milliseconds."""
     return " .. ".join(f"{1e3 * s:.{digits}f}" for s in times["quartile_seconds"])
 
 
 def or_dash(value, form, unit=1):
-    """A cell of a table: value / unit in this form, or a dash for None."""
+    """Format a cell of a table: value / unit in this form, or a dash for None."""
     return "-" if value is None else format(value / unit, form)
 
 
 # ------------------------------------------------------------------------------------------------ models taking turns
 
 def serve(pipe, make, spec):
-    """A worker's main function: make(spec), then answer (seconds, method, arguments) until the pipe closes."""
-    output = io.StringIO()  # which kernels were chosen: belongs in the record, not between the lines of the table
+    """A worker's main function: call make(spec), then answer (seconds, method, arguments) until the pipe closes."""
+    output = io.StringIO()  # lines about the chosen kernels belong in the record, not in the table
     with contextlib.redirect_stderr(output), contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         try:
             signal.alarm(START_S)  # ends the process, even inside a kernel
@@ -341,18 +342,19 @@ def serve(pipe, make, spec):
 
 
 def said(output):
-    """The last lines of a worker's standard error, for its record."""
+    """Return the last lines of a worker's standard error, for its record."""
     return {"stderr": output.getvalue().replace(f"{ROOT}/", "").splitlines()[-20:]}
 
 
 class Worker:
-    """A process that holds the object make(spec), whose methods return dicts, and the object's row of the record, which
-    begins with `row` and about(). A 'reason' in the row says which failure ended the process. The process also ends
-    with this Worker.
+    """A process that holds the object make(spec), whose methods return dicts. The process ends with this Worker.
+
+    row: the object's row of the record, which begins with the given entries and about(). If a failure ended the
+    process, its 'reason' is in the row.
     """
 
     def __init__(self, make, spec, **row):
-        # fork from a process that has only imported torch: quick, and neither CUDA nor OpenMP has started there
+        # fork from a process that has only imported torch: this is quick, and neither CUDA nor OpenMP runs there
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "model", "train"])
         self.pipe, theirs = context.Pipe()
@@ -360,11 +362,11 @@ class Worker:
         self.process.start()
         theirs.close()
         self.row = row
-        self.spent = 0.0  # seconds of answering
+        self.spent = 0.0  # seconds spent on answers
         self.row |= self.ask("about", limit_s=START_S)
 
     def ask(self, method, *arguments, limit_s):
-        """The method's answer; {} after any failure."""
+        """Return the method's answer, or {} after any failure."""
         if "reason" in self.row:
             return {}
         began = time.perf_counter()
@@ -390,8 +392,8 @@ def how_it_ended(status, limit_s):
 # -------------------------------------------------------------------------------------------------------------- records
 
 def check_out(out, dry_run=False):
-    """Create the folder of the record `out` before anything is measured. Raises OSError or ConfigError if it cannot be
-    written, or is in results/ in a dry run or with uncommitted changes."""
+    """Create the folder of the record `out` before anything is measured. Raises OSError or ConfigError if the folder
+    is not writable. A dry run, or uncommitted changes, must not write to results/."""
     if Path(out).resolve().is_relative_to(ROOT / "results"):
         if dry_run:
             raise ConfigError("a dry run measures nothing, so its record does not belong in results/: give another "
@@ -406,7 +408,8 @@ def check_out(out, dry_run=False):
 
 
 def record_file(args, name, dry_run=False):
-    """--out, or with --save results/<name>.json, or out/<name>.json. Raises ConfigError if it cannot be written."""
+    """Return the record's path: --out, else results/<name>.json with --save, else out/<name>.json. Raises ConfigError
+    if it cannot be written."""
     out = Path(args.out or ROOT / ("results" if args.save else "out") / f"{name}.json").resolve()
     if out.suffix != ".json":
         raise ConfigError(f"--out={args.out}: name a .json file; the table and the picture go beside it")
@@ -415,20 +418,20 @@ def record_file(args, name, dry_run=False):
 
 
 def new_record(benchmark, **about):
-    """The start of a record: the benchmark, date, machine and code."""
+    """Return the start of a record: the benchmark, date, machine and code."""
     date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     return {"benchmark": benchmark, "finished": False, "date": date, "environment": records.environment(), **about}
 
 
 def headline(record, device=None):
-    """A line with a record's machine, versions, date and commit."""
+    """Return a line with a record's machine, versions, date and commit."""
     ran = record["environment"]
     return (f"{device or ran['cpu']}, {torch.get_num_threads()} threads, torch {ran['torch']}, {record['date'][:10]}, "
             f"commit {(ran['commit'] or 'none')[:10]}")
 
 
 def write_record(out, record):
-    """Write a record; numbers that are not finite become null, as JSON has no NaN."""
+    """Write a record. Non-finite numbers become null, because JSON has no NaN."""
     records.write_json(out, json.loads(json.dumps(record), parse_constant=lambda name: None))
 
 
@@ -440,11 +443,11 @@ def finish(out, record, **more):
 # ------------------------------------------------------------------------------------------------------ what cannot run
 
 class LeftOut(ConfigError):
-    """The reason why a contender or model does not run here."""
+    """Raised with the reason why a contender or model does not run here."""
 
 
 def imported(module, name):
-    """The attribute `name` of an optional module. Raises LeftOut, naming what is missing."""
+    """Return the attribute `name` of an optional module. Raises LeftOut with the reason if it cannot be imported."""
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as error:  # for example an extension built for another PyTorch
@@ -453,7 +456,7 @@ def imported(module, name):
 
 
 def in_one_line(error):
-    """An exception as one line for a record: its type and the first line of its message."""
+    """Describe an exception in one line for a record: its type and the first line of its message."""
     if isinstance(error, LeftOut):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError):

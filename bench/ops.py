@@ -3,11 +3,11 @@
     python bench/ops.py build            # compiles every kernel that the tests and benchmarks use
     python bench/ops.py small            # small scans and convolutions, for compute-sanitizer to watch
     python bench/ops.py profiled         # one forward and backward of some scans, for Nsight Compute
-    python bench/ops.py convolution      # compared with float64, then timed beside PyTorch's and causal-conv1d's
-    python bench/ops.py loss             # the same for the head and its loss, in one kernel and in PyTorch's
-    python bench/ops.py variants         # the scan in other tunings, each compiled and timed in a process of its own
+    python bench/ops.py convolution      # compared with float64, then timed beside PyTorch and causal-conv1d
+    python bench/ops.py loss             # the same for the head and its loss, in one kernel and in PyTorch
+    python bench/ops.py variants         # the scan in other tunings, each compiled and timed in its own process
 
-The record is written after every row, so a killed process keeps the rows it had.
+The record is written after every row, so a killed process loses no finished row.
 """
 
 import contextlib
@@ -43,10 +43,10 @@ BENCHMARKED = [(64, 1024, 1536, 16), (64, 1024, 1536, 64), (2, 32768, 1536, 16),
 TESTED = [(2, 65, 70, 16), (1, 300, 33, 16), (3, 129, 64, 64), (1, 33, 5, 3), (2, 40, 20, 128), (72, 128, 512, 16),
           (72, 40, 512, 64), (1, 3000, 100, 16), (1, 3072, 256, 16), (72, 64, 512, 64), (72, 64, 256, 16),
           (1, 1024, 128, 16)]
-CONV_WIDTHS = (4, 1, 3, 8)  # the models', and tests/operators.py's
-VOCABULARIES = (50304, 301, 128256)  # those of the benchmark and of tests/test_ops.py
-# family, B, T, D, N, dtype: one lane per channel (many rows) or several (few rows), whole chunks and blocks or a
-# remainder; whole ones with T = 256 are split into segments
+CONV_WIDTHS = (4, 1, 3, 8)  # in the models and in tests/operators.py
+VOCABULARIES = (50304, 301, 128256)  # in the benchmark and in tests/test_ops.py
+# family, B, T, D, N, dtype. The kernels use one lane per channel (many rows) or several (few rows), with whole chunks
+# and blocks or a remainder. Whole chunks with T = 256 are split into segments.
 SMALL = [
     ("longhorn", 264, 32, 128, 16, "bfloat16"),
     ("longhorn", 1, 256, 128, 16, "float32"),
@@ -57,7 +57,7 @@ SMALL = [
     ("exact", 2, 70, 150, 16, "float32"),
     ("mamba", 1, 256, 128, 16, "bfloat16"),
 ]
-# B, T, D, N; T of the last is split in the backward
+# B, T, D, N; the backward splits T of the last shape
 TIMED = [(64, 1024, 1536, 16), (64, 1024, 1536, 64), (8, 4096, 1536, 16)]
 TINY = [(2, 64, 64, 16)]  # in place of TIMED in a dry run
 VARIANTS = ["", "FORWARD_BLOCKS=3", "FORWARD_BLOCKS=5", "BACKWARD_BLOCKS=2", "STAGES=4", "KEYS=8",
@@ -68,7 +68,7 @@ LAST_VARIANT_S = 20  # seconds to compile and time one variant
 
 
 class Run:
-    """The device, the time budget and the record of one of the functions below."""
+    """One run of a function below: its device, time budget and record."""
 
     def __init__(self, args):
         self.dry_run = args.dry_run
@@ -100,7 +100,7 @@ class Run:
 # ------------------------------------------------------------------------------------------------------- build, and run
 
 def keys(properties):
-    """The arguments of build_cuda for every kernel that the tests and benchmarks launch on a GPU."""
+    """Return the arguments of build_cuda for every kernel that the tests and benchmarks launch on a GPU."""
     architecture = f"sm_{properties.major}{properties.minor}"
     room = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
     found = {("sums", torch.float32, (native.BLOCK_SUMS,), architecture): None}
@@ -119,8 +119,8 @@ def keys(properties):
 
 
 def build(run):
-    """Compile one kernel by itself, which is how long a user waits, then all in parallel."""
-    if run.dry_run:  # those for the CPU
+    """Compile one kernel by itself, to see how long a user waits, then all kernels in parallel."""
+    if run.dry_run:  # the kernels for the CPU
         run.emit(kernels=1, seconds=native.build()[1])
         return
     wanted = keys(run.gpu.properties)
@@ -148,7 +148,7 @@ def small(run):
         a = {"x": run.random(2, T, 70).bfloat16(), "weight": run.random(70, 4), "state": run.random(2, 3, 70)}
         run.emit(convolution=T)
         check_finite(values_and_gradients(conv(run.gpu.name), a))
-    for V, dtype in ((301, torch.bfloat16), (128_256, torch.float32)):  # a row that fits shared memory; one too long
+    for V, dtype in ((301, torch.bfloat16), (128_256, torch.float32)):  # one row fits shared memory, one does not
         a = {"x": run.random(5, 16).to(dtype), "weight": run.random(V, 16).to(dtype)}
         run.emit(loss=V)
         check_finite(values_and_gradients(small_loss, a))
@@ -192,12 +192,12 @@ def in_short(rows, directions=("forward", "backward")):
 
 
 def conv(backend):
-    """f(**a) -> (y, None), as values_and_gradients wants it."""
+    """Return f(**a) -> (y, None), in the form that values_and_gradients needs."""
     return lambda **a: (ops.causal_conv1d(**a, backend=backend), None)
 
 
 def convolution(run):
-    """The short convolution with SiLU at the models' widths."""
+    """Check and time the short convolution with SiLU, at the models' widths."""
     ours = run.gpu.name
     bandwidth = run.gpu.copy_bandwidth()
     for B, T, D in [(2, 80, 48)] if run.dry_run else [(64, 1024, 1536), (16, 4096, 1536), (8, 1024, 2048)]:
@@ -214,8 +214,8 @@ def convolution(run):
 
 
 def loss(run):
-    """32K tokens and a vocabulary of 50,304. The forward already makes the gradient of the logits, so compare the sums
-    of forward and backward."""
+    """Check and time the head and its loss, with 32K tokens and a vocabulary of 50,304. The forward already computes
+    the gradient of the logits, so compare the sums of forward and backward."""
     n, D, V = (64, 16, 128) if run.dry_run else (32768, 768, VOCABULARIES[0])
     if not run.dry_run and ops.loss_module(torch.bfloat16, V, torch.device(run.gpu.name, 0)) is None:
         raise ConfigError("the loss kernel was not built: see above")
@@ -239,7 +239,7 @@ def loss(run):
 
 
 def timed(run):
-    """The scan at the shapes of TIMED, as compiled with $LONGHORN_CUDA_DEFINES, after a check at a small shape."""
+    """Check the scan, compiled with $LONGHORN_CUDA_DEFINES, at a small shape. Then time it at the shapes of TIMED."""
     row = scan.check_case("longhorn", (2, 64, 256, 16), "bfloat16", {}, run.gpu)
     if not row["right"]:
         raise ConfigError(scan.describe_case(row))

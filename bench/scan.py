@@ -5,13 +5,13 @@
     python bench/scan.py --device=cuda --save                    # the paper's 24 shapes, results/scan_cuda.json
     python bench/scan.py --device=cuda --T=2048 --D=1024 --N=32  # your own shape
 
-First every result and gradient is compared with the loop in float64 on the same device. This is done at the shape that
-is timed (on a GPU at the paper's), and at one with keys of 1000 and logits of +-1000. Wrong kernels are not timed;
-mamba-ssm's, if installed, are compared in the same way. Then, for each shape, all contenders take turns, round after
-round: the forward without autograd, then forward and backward with it.
+First every result and gradient is compared with a loop in float64 on the same device. The comparison uses the shape
+that is timed (on a GPU the paper's shapes), also with keys times 1000 and logits of +-1000. Wrong kernels are not
+timed. mamba-ssm's kernels, if installed, are compared in the same way. Then all contenders take turns at each shape,
+round after round: the forward without autograd, then forward and backward with it.
 
-A scan's time comes with its share of the copy bandwidth measured on the same device: the bytes that a scan must move
-(bytes_moved) over the time. GLA and attention do a different job and have none.
+A scan's time comes with its share of the copy bandwidth measured on the same device. The share is the bytes that a scan
+must move (bytes_moved), divided by its time and by the bandwidth. GLA and attention do a different job and get none.
 """
 
 import functools
@@ -76,7 +76,7 @@ def need_gpu(device):
 
 
 def fla_chunk_gla(shape, a, dy, device):
-    """D / 128 heads with keys of N and values of 128 channels: a state of D N numbers, like the scan's."""
+    """GLA with D / 128 heads, keys of N and values of 128 channels. Its state has D N numbers, like the scan's."""
     f = imported("fla.ops.gla", "chunk_gla")
     if shape.D % 128:
         raise LeftOut(f"D {shape.D} is not a whole number of heads of 128")
@@ -148,7 +148,8 @@ def cases_at(shape, dtype):
 
 
 def scans(family, backend):
-    """f(**a) -> (y, hT) for longhorn, exact (Eq. 6) or mamba; (y, None) for mamba_ssm, whose hT has no gradient."""
+    """Return f(**a) -> (y, hT) for longhorn, exact (Eq. 6) or mamba. For mamba_ssm, whose hT has no gradient, f returns
+    (y, None)."""
     if family == "mamba_ssm":
         if backend == "torch":
             return lambda **a: (selective_scan(**a, delta_softplus=True, backend=backend), None)
@@ -160,9 +161,11 @@ def scans(family, backend):
 
 
 def check_case(family, shape, dtype, extreme, device):
-    """A comparison with the loop in float64, as a record: errors and tolerances for y, hT and every gradient, and
-    whether two runs agree to the bit; or {'reason'} if it did not run. Raises ConfigError if the GPU is unusable
-    afterwards."""
+    """Compare a scan with the loop in float64, and return a row for the record.
+
+    The row has errors and tolerances for y, hT and every gradient, and says if two runs agree to the bit. If the scan
+    did not run, it has a 'reason' instead. Raises ConfigError if the GPU is unusable afterwards.
+    """
     row = {"family": family, **dict(zip("BTDN", shape, strict=True)), "dtype": dtype, **extreme}
     try:
         row |= compared(family, shape, DTYPES[dtype], extreme, device)
@@ -178,7 +181,7 @@ def compared(family, shape, dtype, extreme, device):
     if family.startswith("mamba"):
         a = as_mamba(a)
     got = measure.values_and_gradients(scans(family, device.name), a)
-    same = None  # mamba-ssm: atomic sums, whose order changes from run to run
+    same = None  # mamba-ssm sums atomically, in an order that changes from run to run
     if family != "mamba_ssm":
         again = measure.values_and_gradients(scans(family, device.name), a)
         same = all(torch.equal(again[name], v) for name, v in got.items())
@@ -191,8 +194,8 @@ def compared(family, shape, dtype, extreme, device):
 
 
 def slack(family, T, extreme):
-    """The relative error that a result in float32 may have after T steps."""
-    if family == "mamba_ssm":  # fast math
+    """Return the relative error that a float32 result may have after T steps."""
+    if family == "mamba_ssm":  # compiled with fast math
         return 1e-3
     # Mamba: the hardware approximates the exponential, and an error of 2 ulp in a decay near 1 adds up over T steps
     if extreme:
@@ -209,7 +212,7 @@ def describe_case(row):
         return f"{case}: {row['reason']}"
     if row["right"]:
         return f"{case}: ok, largest error {max(r['relative_error'] for r in row['results'].values()):.1e}"
-    return f"{case}: WRONG in {measure.wrong_in(row['results']) or 'nothing, but two runs differ'}"
+    return f"{case}: WRONG: {measure.wrong_in(row['results']) or 'two runs differ'}"
 
 
 def check(cases, device, budget_s):
@@ -260,7 +263,7 @@ def refuse(why, *arguments):
 
 
 def time_shapes(record, out, device, args, began):
-    """Time the contenders at each shape, until --budget_s is used up since `began`."""
+    """Time the contenders at each shape, until --budget_s seconds have passed since `began`."""
     without = dict.fromkeys(args.without, "left out by --without") | record["wrong"]
     contenders = dict(ON_GPU if args.device == "cuda" else ON_CPU)
     for name in contenders.keys() & without:
@@ -334,8 +337,8 @@ class Options:
 
 
 def chosen_shapes(args):
-    """The shape from the options, or else all shapes timed on a GPU, the most important first: the paper's width and
-    state, then more tokens, more states, more width."""
+    """Return the shape from the options, or else all shapes timed on a GPU. The most important come first: the paper's
+    width and state, then more tokens, larger states, more width."""
     if args.device == "cpu":
         return [Shape(args.B or 8, args.T or 256, args.D or 512, args.N or 16)]
     T = args.T or 1024

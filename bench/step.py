@@ -10,12 +10,12 @@
 The step is the one in train.py: forward, backward, clipping, AdamW. The peers are transformers' LLaMA and Mamba with
 the same shape and optimizer (pip install transformers).
 
-Each model runs in its own process, so its memory is counted separately; models take turns, round after round. The batch
-is the same in every step, with tokens distributed as unevenly as words, so that a working model must learn: a model
-whose loss does not fall is not timed.
+Each model runs in its own process, so its memory is counted separately. Models take turns, round after round. The batch
+is the same in every step, with tokens distributed as unevenly as words, so a working model must learn. A model whose
+loss does not fall is not timed.
 
-One of our layers has two residual branches, so 4 layers of Mamba are 8 in transformers, whose published figures count
-each as a layer. The peer gets 8 here, and so the same number of parameters.
+One of our layers has two residual branches. In transformers and in published figures, each branch of Mamba counts as a
+layer. So for 4 of our layers the peer gets 8, and with them the same number of parameters.
 """
 
 import math
@@ -55,7 +55,7 @@ STEPS = {"cpu": (0, 1), "cuda": (1, 5)}  # untimed and timed steps per turn; bet
 # --------------------------------------------------------------------------------------------- one family, in a worker
 
 class Model:
-    """A family in a worker. spec: see spec_of."""
+    """A family's model in a worker. spec: see spec_of."""
 
     TINY = {"n_layer": 2, "n_embd": 128, "n_head": 2, "block_size": 64, "vocab_size": 256}  # run first, so that
     # one-time builds, loads and start-ups are neither in times nor in peaks
@@ -73,12 +73,13 @@ class Model:
 
 
 def left_out(line):
-    """In place of printing a line on what could not be done: it is not timed."""
+    """Used in place of `say`: a model that cannot be replayed as a graph is not timed."""
     raise measure.LeftOut(line)
 
 
 def peer_model(config):
-    """(module, idx -> logits) of transformers in the shape of our config. Raises LeftOut without transformers."""
+    """Return transformers' model in the shape of our config, as (module, idx -> logits). Raises LeftOut without
+    transformers."""
     AutoConfig, AutoModel = imported("transformers", "AutoConfig"), imported("transformers", "AutoModelForCausalLM")
     imported("transformers.utils.logging", "set_verbosity_error")()
     settings = theirs_config(skeleton(config), config.model) | {"use_cache": False}
@@ -87,7 +88,7 @@ def peer_model(config):
 
 
 class Trial(Model):
-    """A model in training, transformers' if spec["peer"]."""
+    """A model in training: ours, or with spec["peer"] transformers'."""
 
     def __init__(self, spec):
         super().__init__(spec)
@@ -141,8 +142,8 @@ class Trial(Model):
         return loss.item()  # waits for the device, as train.py does
 
     def turn(self, untimed, timed):
-        """{'losses' of all steps so far, 'seconds' of the timed ones, 'peak_bytes' above the process without the
-        model}."""
+        """Take some steps. Returns {'losses' of all steps so far, 'seconds' of the timed steps, 'peak_bytes' above the
+        process without the model}."""
         for i in range(untimed + timed):
             start = time.perf_counter()
             self.losses.append(self.step())
@@ -156,9 +157,12 @@ class Trial(Model):
         return {"losses": self.losses, "seconds": self.seconds, "peak_bytes": peak}
 
     def kernels(self):
-        """Averages over three steps: {"kernels": [[milliseconds, calls, name], ...] for everything the device ran in a
-        step, slowest first; "kernel_milliseconds": time with at least one running; "idle_milliseconds": time in between
-        with none}."""
+        """Profile three steps, and return averages per step in a dict.
+
+        "kernels"                [[milliseconds, calls, name], ...] for everything that the device ran, slowest first
+        "kernel_milliseconds"    the time with at least one kernel running
+        "idle_milliseconds"      the time in between with none running
+        """
         where = self.device.type.upper()
         with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, where)]) as profile:
             for _ in range(3):
@@ -173,8 +177,8 @@ class Trial(Model):
 
 
 def busy_and_idle(spans):
-    """(time covered by at least one of the spans (start, end), time between the first and the last covered by none), in
-    their unit. Kernels of two streams can overlap; that time counts once."""
+    """Return (busy, idle): how long at least one of the spans (start, end) was running, and how long none was between
+    the first and the last. Kernels of two streams can overlap; that time counts once."""
     busy = idle = 0.0
     until = None
     for start, end in sorted(spans):
@@ -203,14 +207,14 @@ class Entrant(Worker):
         self.spent = 0.0
 
     def turn(self):
-        """One turn, if it will fit in the budget, judging by the turns before."""
+        """Take a turn, if it will fit in the budget, judging by earlier turns."""
         if not self.turns or self.spent * (self.turns + 1) / self.turns <= self.budget_s:
             self.row |= self.ask("turn", *STEPS[self.spec["device"]], limit_s=self.budget_s)
             self.turns += 1
 
     def result(self, peak):
-        """The row with the times so far and the rates derived from them, or with the reason why it has no times. peak:
-        the device's FLOP/s, or None."""
+        """Return the row with the times so far and the rates derived from them, or with the reason why there are none.
+        peak: the device's FLOP/s, or None."""
         row = dict(self.row)
         losses, seconds = row.pop("losses", []), row.pop("seconds", [])
         reason = row.get("reason") or verdict(losses)
@@ -225,7 +229,7 @@ class Entrant(Worker):
 
 
 def verdict(losses):
-    """The reason why these losses, in order of steps, show that the model does not learn; or None."""
+    """Return the reason why these losses, in order of steps, show that the model does not learn, or None."""
     for loss in losses:
         if not math.isfinite(loss):
             return f"the loss became {loss}"
@@ -244,11 +248,11 @@ def results(entrants, peak):
 
 
 def run_rounds(specs, args, record, out):
-    """The record's rows, one per spec, in order. All models start, then take turns, round after round; the record is
-    written after each.
+    """Fill the record's rows, one per spec, in order. All models start, then take turns. The record is written after
+    every round.
 
-    A model that has used up --budget_s gets no further turn; one that takes longer than that for a single turn is
-    stopped. With --kernels a few steps of each are profiled at the end.
+    A model that has used up --budget_s gets no further turn. If a single turn takes longer than --budget_s, the model
+    is stopped. With --kernels, a few steps of each model are profiled at the end.
     """
     from tqdm import tqdm
 
@@ -284,8 +288,7 @@ def print_rows(rows, peak):
         print(f"{line}{1e3 * t['median_seconds']:12.1f}{measure.quartiles(t):>18}{r['tokens_per_second']:10,.0f}"
               f"{rate:>9}{or_dash(r['peak_bytes'], '.0f', 2**20):>10}{or_dash(r['times_llama'], '.2f'):>9}"
               f"{t['runs']:7}   {r['first_loss']:.3f} -> {r['last_loss']:.3f}{' ' + r.get('cut', '')}")
-    print("  FLOPs as counted for our models, also for the peers; the peak includes weights, gradients and optimizer "
-          "state")
+    print("  a peer's FLOPs are taken from our model; the peak includes weights, gradients and optimizer state")
     for r in rows:
         if "no_kernels" in r:
             print(f"{r['name']}: its steps could not be profiled: {r['no_kernels']}")
@@ -316,7 +319,7 @@ class Shared:
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16"] = None  # dtype of matrix products (float32; cuda: bfloat16)
     # --- shape
-    size: Literal[tuple(SIZES)] = ""  # one of the paper's sizes, instead of this shape:
+    size: Literal[tuple(SIZES)] = ""  # one of the paper's sizes, instead of the shape below
     n_layer: Count = None  # (4; with --size=120M: 12)
     n_embd: Count = None  # (256; 768)
     n_head: Count = None  # (4; 12)
@@ -341,8 +344,8 @@ class Options(Shared):
 
 
 def start(options_class, argv, doc, benchmark, *more):
-    """(options, missing ones filled in; path for the record; the new record, with the options `more`). Prints machine
-    and shape. Raises ConfigError."""
+    """Read the options and begin a record. Returns (the options with defaults filled in, the record's path, the
+    record). more: further options to record. Prints machine and shape. Raises ConfigError."""
     args = configurator.read(options_class, argv, doc)
     for name, value in (SHAPE | (SIZES[args.size] | PAPER if args.size else {})).items():
         if getattr(args, name) is None:
@@ -368,7 +371,7 @@ def start(options_class, argv, doc, benchmark, *more):
 
 
 def spec_of(family, args):
-    """The spec of a Model: all options, and the family's config at their size."""
+    """Return the spec of a Model: all options, and the family's config at their size."""
     shape = {name: getattr(args, name) for name in SHAPE if name != "batch_size"}
     config = ModelConfig(model=family, backend=args.backend, **shape)
     return {**vars(args), "name": family, "config": config, "peer": None}

@@ -6,10 +6,12 @@
     tensors, meta = load("out/run/checkpoint.safetensors")
     state = unflatten(tensors, meta["skeleton"])
 
-A checkpoint is a safetensors file: tensors as bytes, the rest as JSON in its header, with the length and a CRC-32 of
-the whole file (computed with its own 8 digits as zeros). CRC-32 detects torn writes and bad disks, at 4 GB/s on one
-core. It is not a signature: protect the folder. We use the library to read the file, but not to write it: when killed
-it leaves a file with a random name, and it does not report a full disk as an OSError.
+A checkpoint is a safetensors file. The tensors are stored as bytes, everything else as JSON in the header. The header
+also holds the file's length and a CRC-32 of the whole file, computed with the CRC's own 8 digits as zeros. CRC-32
+detects torn writes and bad disks, at 4 GB/s on one core. It is not a signature: protect the folder.
+
+We read the file with the safetensors library, but write it ourselves. When killed, the library leaves a file with a
+random name behind, and it does not report a full disk as an OSError.
 """
 
 import contextlib
@@ -41,28 +43,28 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
           torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64"}
 CRC = '"crc32":"%08x"'
 IMPORT = "python export.py --from_hf={0} --out_dir=RUN"
-DOWNLOAD = ("a model on the hub is downloaded first, and imported: hf download {0} --local-dir=FOLDER, then "
+DOWNLOAD = ("to import a model from the hub, download it first: hf download {0} --local-dir=FOLDER, then "
             + IMPORT.format("FOLDER"))
-# what a file of any content can raise
+# errors that reading a damaged or foreign file can raise
 MALFORMED = ValueError, LookupError, TypeError, AttributeError, RecursionError, safetensors.SafetensorError
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that cannot be used; the message is one line: the file, what is wrong, how to fix it."""
+    """Raised for an unusable checkpoint. The message is one line: the file, what is wrong, how to fix it."""
 
 
 def in_order(tensors):
-    """{name: tensor} in the order of the file, which keeps every tensor aligned."""
+    """Return {name: tensor} in file order: largest elements first, so that every tensor is aligned."""
     return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
 
 
 def save(path, tensors, meta, kind="longhorn checkpoint", values=None):
-    """Write {name: tensor} and JSON-able `meta` to `path`, which at any moment holds the old file or the new one.
+    """Write {name: tensor} and JSON-able `meta` to `path`. At any moment, `path` holds the old file or the new one.
 
-    `kind`: the header's "format". `values`: an iterator of the tensors to write, `in_order`, which lets a sharded
-    tensor be gathered only when it is written. Tensors of any device, stride or sharing are stored in full. Only one
-    process may write to a path at a time. Raises TypeError for values that cannot be stored, OSError if the disk
-    refuses.
+    `kind`: the header's "format". `values`: an iterator over the tensors to write, `in_order`, so that a sharded tensor
+    is gathered only when it is written. Tensors may be on any device, strided or shared; each is stored in full. Only
+    one process may write to a path at a time. Raises TypeError for values that cannot be stored, OSError if the write
+    fails.
     """
     tensors = in_order(tensors)
     header = _header(path, tensors, meta, kind)
@@ -71,7 +73,7 @@ def save(path, tensors, meta, kind="longhorn checkpoint", values=None):
         f.write(header)
         for t in values or tensors.values():
             t = t.detach().cpu().contiguous()
-            # not reshape(-1): it keeps a single element's odd stride, which view() refuses
+            # reshape(-1) would keep the odd stride of a single element, which view() rejects
             buffer = t.as_strided((t.numel(),), (1,)).view(torch.uint8).numpy()  # (bytes,)
             crc = zlib.crc32(buffer, crc)
             f.write(buffer)
@@ -80,7 +82,7 @@ def save(path, tensors, meta, kind="longhorn checkpoint", values=None):
 
 
 def _header(path, tensors, meta, kind):
-    """A safetensors header with the file's length, and zeros in place of its CRC-32."""
+    """Return a safetensors header with the file's length, and with zeros in place of the CRC-32."""
     about = {"format": kind, "version": str(VERSION), "bytes": "0" * 16, "crc32": "0" * 8, "meta": json.dumps(meta)}
     entries = {"__metadata__": about}
     end = 0
@@ -97,10 +99,10 @@ def _header(path, tensors, meta, kind):
 
 
 def load(path, prefix=""):
-    """Read a checkpoint: ({name: tensor}, meta). Every byte is checked before a tensor is made.
+    """Read a checkpoint: ({name: tensor}, meta). Every byte is checked before any tensor is created.
 
-    `prefix`: only tensors whose name starts with it. Raises CheckpointError for a file that is missing, cut short,
-    damaged, of another kind, of an unknown format version, or whose meta is not a dict.
+    `prefix`: load only the tensors whose names start with it. Raises CheckpointError if the file is missing, cut short,
+    damaged, of another kind or of an unknown format version, or if its meta is not a dict.
     """
     try:
         with open(regular(path), "rb") as f:
@@ -117,7 +119,7 @@ def load(path, prefix=""):
         elif size != total:
             wrong = f"{'cut short' if size < total else 'too long'}: {size} bytes, but its header says {total}"
         elif f"{actual:08x}" != crc:
-            wrong = f"damaged (checksum {actual:08x}, saved as {crc}); use an earlier one next to it, checkpoint-STEP"
+            wrong = f"damaged (checksum {actual:08x}, saved as {crc}); use an earlier checkpoint-STEP next to it"
         else:
             with safetensors.safe_open(path, "pt") as f:  # cloned: the library's tensors are views of the mapped file
                 tensors = {name: f.get_tensor(name).clone() for name in f.keys() if name.startswith(prefix)}
@@ -129,13 +131,13 @@ def load(path, prefix=""):
         hint = f": {none_here(Path(path).parent)}" if isinstance(error, FileNotFoundError) else ""
         raise CheckpointError(f"{path}: {error.strerror or error}{hint}") from error
     except MALFORMED as error:
-        raise CheckpointError(f"{path}: cut short, damaged, or not a checkpoint of this project (a pickle of "
-                              "torch.save could run code and is never opened)") from error
+        raise CheckpointError(f"{path}: cut short, damaged, or not a checkpoint of this project (torch.save's pickles "
+                              "could run code and are never opened)") from error
     raise CheckpointError(f"{path}: {wrong}")
 
 
 def none_here(place):
-    """Says that `place` has no checkpoint, and names the newest runs that do, beside it and in out/."""
+    """Return a line: `place` has no checkpoint, and these are the newest runs with one, beside it and in out/."""
     there = [path for folder in (place.parent, Path("out")) for path in folder.glob(f"*/{NEWEST}") if path.is_file()]
     newest = sorted({path.resolve(): path for path in there}.values(), key=os.path.getmtime, reverse=True)
     runs = ", ".join(str(path.parent) for path in newest[:3])
@@ -143,22 +145,22 @@ def none_here(place):
 
 
 def former_setting(settings):
-    """A line if a setting that no longer exists was not at its default; else None."""
+    """Return an error line if a setting that no longer exists was not at its default, else None."""
     if isinstance(settings, dict) and settings.get("as_released"):
-        return (f"as_released={settings['as_released']} is no longer a setting, but the models rwkv_released, "
-                "retnet_released and gla_released: use the commit that config.json names")
+        return (f"as_released={settings['as_released']} is no longer a setting; the models rwkv_released, "
+                "retnet_released and gla_released replace it: use the commit that config.json names")
 
 
 def _read_header(f):
-    """(the bytes before the tensors, __metadata__) of an open file."""
+    """Return (the bytes before the tensors, __metadata__) of an open file."""
     length = f.read(8)
     text = f.read(min(int.from_bytes(length, "little"), os.fstat(f.fileno()).st_size))
     return length + text, json.loads(text)["__metadata__"]
 
 
 def identity(path):
-    """(the CRC-32 that identifies a checkpoint, the dict saved with it), without reading its gigabytes of tensors.
-    Raises CheckpointError."""
+    """Return a checkpoint's (CRC-32, meta) without reading its gigabytes of tensors. The CRC-32 identifies the
+    checkpoint. Raises CheckpointError."""
     try:
         with open(regular(path), "rb") as f:
             header = _read_header(f)[1]
@@ -168,23 +170,23 @@ def identity(path):
 
 
 def _earlier(folder):
-    """{step: path} of the checkpoints before the newest, latest first."""
+    """Return {step: path} of the folder's checkpoint-STEP files, latest step first."""
     names = ((re.fullmatch(r"checkpoint-(\d+)\.safetensors", path.name), path) for path in Path(folder).glob("*"))
     return dict(sorted(((int(name[1]), path) for name, path in names if name), reverse=True))
 
 
 def candidates(folder):
-    """The checkpoints that a run can resume from, in order: the newest, the earlier ones, the one with lowest loss."""
+    """Return the checkpoints that a run can resume from: first the newest, then earlier ones, then the best."""
     folder = Path(folder)
-    if (folder / MOVING).exists():  # move_aside was killed: the files left are not a run
+    if (folder / MOVING).exists():  # move_aside was killed, so the remaining files are not a run
         return []
     paths = [folder / NEWEST, *_earlier(folder).values(), folder / BEST]
     return [path for path in paths if path.exists()]
 
 
 def steps(folder):
-    """{step: path} of a run's checkpoints; the best counts only if no other has its step. They may be damaged: `load`
-    checks that."""
+    """Return {step: path} of a run's checkpoints. The best is listed only if no other checkpoint has its step. The
+    files may be damaged: `load` checks that."""
     paths = {}
     for path in candidates(folder):
         with contextlib.suppress(*MALFORMED):
@@ -193,10 +195,10 @@ def steps(folder):
 
 
 def load_first(paths, weights=False):
-    """The first of `paths` that is intact: (path, tensors, meta, [a line for each one skipped]).
+    """Load the first intact checkpoint in `paths`: (path, tensors, meta, [a line for each file skipped]).
 
-    With `weights` the tensors are the model's state_dict only. Raises CheckpointError if none is intact; without
-    `weights` also for an imported model, which has no optimiser state to resume from.
+    With `weights` the tensors are the model's state_dict only. Raises CheckpointError if no file is intact. Without
+    `weights` it also rejects an imported model, which has no optimiser state to resume from.
     """
     errors = []
     for path in paths:
@@ -218,9 +220,9 @@ def load_first(paths, weights=False):
 class Initial:
     """The checkpoint whose weights a run starts from (init_from) or evaluates (eval_only).
 
-    fields: the dataclass fields of the model's settings. Those that neither a file nor the command line gave are taken
-    from the checkpoint, with eval_only the dataset too. A run that resumes takes them from its own checkpoint, and no
-    weights. Raises ConfigError.
+    fields: the dataclass fields of the model's settings. If neither a config file nor the command line sets a field,
+    its value comes from the checkpoint; with eval_only, so does the dataset. A resuming run takes these values from its
+    own checkpoint, and loads no weights here. Raises ConfigError.
     """
 
     def __init__(self, config, fields=()):
@@ -238,11 +240,11 @@ class Initial:
             self.path, self.weights, self.meta, self.damaged = load_first(self.places(), weights=True)
         with fitting(self.path or own[0]):
             settings = self.meta.get("config", {})
-            if config.eval_only and "dataset" in settings:  # an imported model's checkpoint has none
+            if config.eval_only and "dataset" in settings:  # an imported model's checkpoint has no dataset
                 fields = [*fields, *(field for field in dataclasses.fields(config) if field.name == "dataset")]
             for name, value in settings_of(settings, fields).items():
                 now = getattr(config, name)
-                if value == now or name == "backend":  # depends on the machine
+                if value == now or name == "backend":  # the backend depends on the machine
                     continue
                 if name in config.overrides:
                     self.changed.append(f"{name} was {value!r}, is {now!r}")
@@ -251,13 +253,13 @@ class Initial:
                     self.taken.append(f"{name}={value}")
 
     def places(self):
-        """The paths to try. Raises ConfigError."""
+        """Return the paths to try. Raises ConfigError if there are none, or if init_from is in out_dir."""
         place = Path(self.config.init_from or self.config.out_dir)
         paths = [place] if place.is_file() else candidates(place)
         if not paths:
             hint = f"{none_here(place)}: give a run's folder"
             if place.is_dir():
-                hint += "; a model in Hugging Face's format is imported: " + IMPORT.format(place)
+                hint += "; a model in Hugging Face's format must be imported first: " + IMPORT.format(place)
             elif not place.is_absolute() and not str(place).startswith("out/"):
                 hint += "; " + DOWNLOAD.format(place)
             raise ConfigError(f"{place}: {hint}")
@@ -267,7 +269,7 @@ class Initial:
         return paths
 
     def load(self, model, data):
-        """Load the weights, if there are any; returns a line that says so. Raises ConfigError."""
+        """Load the weights, if there are any, and return a line about them. Raises ConfigError if they do not fit."""
         if not self.path:
             return ""
         config = self.config
@@ -276,16 +278,16 @@ class Initial:
             for key, shown in ("table", table_in_words), ("tokenizer", repr):
                 trained = self.meta.get(key)
                 given = data.meta.get(key)
-                if trained and vocabulary(trained) == vocabulary(given):  # whatever it is called
+                if trained and vocabulary(trained) == vocabulary(given):  # under whatever name
                     break
                 if trained and given:
-                    raise ConfigError(f"{origin}: its {key} differs from that of {config.dataset} ({shown(trained)}, "
-                                      f"{shown(given)}): these weights were trained with a different vocabulary: give "
-                                      "a --dataset that uses it")
-            step = self.meta["step"] + 0  # a TypeError unless it is a number
+                    raise ConfigError(f"{origin}: these weights were trained with another vocabulary than that of "
+                                      f"{config.dataset} ({key} {shown(trained)}, not {shown(given)}): give a "
+                                      "--dataset that uses it")
+            step = self.meta["step"] + 0  # TypeError unless it is a number
             if wrong := misfit(self.weights, model):
                 if self.changed:
-                    self.changed.append("leave these settings out (of config files too) to take them from it")
+                    self.changed.append("leave these settings out, in config files too, to take its values")
                 raise ConfigError("; ".join([f"{origin}: its weights do not fit this model: {wrong}", *self.changed]))
             model.load_state_dict(self.weights)
         self.weights = None
@@ -296,13 +298,13 @@ class Initial:
 
 
 def table_in_words(table):
-    """A tokenizer's table by its size and its hash."""
+    """Describe a tokenizer's table by its size and hash."""
     return f"{len(table)} characters of sha256 {hashlib.sha256(table.encode()).hexdigest()[:12]}"
 
 
 def settings_of(settings, fields):
-    """{name: value} that a checkpoint's settings give these fields of a dataclass, or their defaults. Raises TypeError
-    for a value of another type."""
+    """Return {name: value} for these dataclass fields: the checkpoint's setting, or else the field's default. Raises
+    TypeError for a value of the wrong type."""
     given = {}
     for field in fields:
         value = settings.get(field.name, field.default)
@@ -313,8 +315,12 @@ def settings_of(settings, fields):
 
 
 class CheckpointManager:
-    """A run's checkpoints: checkpoint.safetensors (the newest), checkpoint-500.safetensors and so on (the earlier ones:
-    `keep` in all, plus `kept_steps`), best.safetensors (lowest validation loss). At least one is always intact."""
+    """Saves a run's checkpoints, of which at least one is always intact.
+
+    checkpoint.safetensors        the newest
+    checkpoint-500.safetensors    an earlier one; `keep` checkpoints in all are kept, plus `kept_steps`
+    best.safetensors              the one with the lowest validation loss
+    """
 
     def __init__(self, folder, keep=2, kept_steps=()):
         self.folder = Path(folder)
@@ -324,7 +330,7 @@ class CheckpointManager:
         self.best = None  # [loss, step] of best.safetensors
 
     def on_resume(self, path, meta):
-        """Continue from the checkpoint `path`: finish what a kill right after its write interrupted."""
+        """Continue from the checkpoint `path`: link and delete what a kill right after its write left undone."""
         self.best = meta["best"]
         if self.best and self.best[1] == meta["step"]:
             _link(path, self.folder / BEST)
@@ -333,16 +339,16 @@ class CheckpointManager:
             self._delete_old(self.newest_step)
 
     def _delete_old(self, newest_step):
-        """Delete checkpoints that are too old, and, if the run went back, those from later steps than the newest."""
+        """Delete checkpoints that are too old. If the run went back to an earlier step, also delete later ones."""
         there = _earlier(self.folder)
         kept = [step for step in there if step < newest_step][:self.keep - 1]
         for step in there.keys() - {*kept} - self.kept_steps:
             there[step].unlink(missing_ok=True)
 
     def save(self, tensors, meta, loss=None, values=None):
-        """Save `tensors` and `meta`, which has "step"; `loss`: validation loss; `values`: see save.
+        """Save `tensors` and `meta`, which has "step". `loss`: validation loss. `values`: see the function save.
 
-        Raises TypeError for values that cannot be stored, OSError if the disk refuses; earlier checkpoints stay.
+        Raises TypeError for values that cannot be stored, OSError if the write fails. Earlier checkpoints stay.
         """
         newest = self.folder / NEWEST
         step = meta["step"]
@@ -370,15 +376,15 @@ def _link(path, name):
 def flatten(state):
     """Split nested dicts, lists and tuples of tensors, numbers, strings and None into ({name: tensor}, JSON skeleton).
 
-    Lossless, except that subclasses come back as plain types and tied tensors as copies. Raises TypeError, naming the
-    place, for anything else.
+    Lossless, except that subclasses come back as plain types and tied tensors as copies. Raises TypeError for any other
+    value, and says where it is.
     """
     tensors = {}
     return tensors, _pack(state, "", tensors)
 
 
 def _pack(x, name, tensors):
-    """The skeleton of x, which is called `name`; its tensors go to `tensors`."""
+    """Return the skeleton of x, whose name is `name`, and add its tensors to `tensors`."""
     below = lambda key: f"{name}.{key}" if name else str(key)
     if x is None or isinstance(x, (bool, int, float, str)):
         return x
@@ -398,7 +404,7 @@ def _pack(x, name, tensors):
 
 
 def unflatten(tensors, skeleton):
-    """Undo `flatten`. Inside `fitting`: a tensor may be missing, or the skeleton malformed."""
+    """Undo `flatten`. Call it inside `fitting`: a tensor may be missing, or the skeleton malformed."""
     if isinstance(skeleton, list):
         return [unflatten(tensors, part) for part in skeleton]
     if not isinstance(skeleton, dict):
@@ -412,19 +418,19 @@ def unflatten(tensors, skeleton):
 
 @contextlib.contextmanager
 def fitting(path):
-    """`with fitting(path): model.load_state_dict(...)`: a state that does not fit raises CheckpointError."""
+    """`with fitting(path): model.load_state_dict(...)` raises CheckpointError if the state does not fit."""
     try:
         yield
     except (torch.OutOfMemoryError, ConfigError):
         raise
     except (*MALFORMED, RuntimeError, OverflowError, SyntaxError) as error:
-        words = " ".join(str(error).split()) or type(error).__name__  # load_state_dict's first line says nothing
+        words = " ".join(str(error).split()) or type(error).__name__  # load_state_dict's first line is a heading
         raise CheckpointError(f"{path}: does not fit this run ({words[:200]})") from error
 
 
 def misfit(weights, model):
-    """A line about the first tensor of a state_dict that does not fit the model; None if all fit. The value of
-    get_extra_state may be of any type and shape."""
+    """Return a line about the first tensor in the state_dict `weights` that does not fit the model, or None. Values
+    from get_extra_state are not compared, since they may have any type and shape."""
     saved = _shapes(weights)
     expected = _shapes(model.state_dict())
     for name in {**expected, **saved}:
@@ -439,8 +445,9 @@ def _shapes(state):
 
 
 def rng_state():
-    """The state of every random generator, for flatten: Python, NumPy, PyTorch on the CPU and on this process's GPU, if
-    any (a list). All ranks draw the same numbers, each on its own GPU, so rank 0's state serves for all."""
+    """Return the state of every random generator, for `flatten`: Python, NumPy, and PyTorch on the CPU and this
+    process's GPU. Without a GPU the list "cuda" is empty. All ranks draw the same numbers, so rank 0's state serves
+    for all."""
     name, key, *rest = np.random.get_state()
     cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
     return {"python": random.getstate(), "numpy": (name, torch.from_numpy(key), *rest),

@@ -1,15 +1,14 @@
-"""A run's processes: devices, torchrun's process group, the training step across processes, and what happens when one
-does not answer.
+"""A run's processes: devices, torchrun's process group, training steps across processes, unresponsive processes.
 
     torchrun --standalone --nproc_per_node=8 train.py config/longhorn_350m.py
     torchrun --standalone --nproc_per_node=8 train.py config/longhorn_1b3.py --parallel=fsdp --recompute=every_other
 
 ddp keeps a copy of the model on every process. fsdp keeps a shard of every parameter, gradient and optimiser state on
 each process, and gathers a layer when it is needed (PyTorch's FSDP2). hsdp shards within each machine and keeps a copy
-on every machine. For both, a model only needs `layers`, a list of modules.
+on every machine. For fsdp and hsdp, a model only needs `layers`, a list of modules.
 
-Collectives time out after timeout_minutes. Then every process says in one line which ranks did not answer, and exits
-with code 75 (EX_TEMPFAIL), so that `torchrun --max-restarts` restarts them all.
+Collectives time out after timeout_minutes. Every process then prints one line that names the ranks that did not answer,
+and exits with code 75 (EX_TEMPFAIL). `torchrun --max-restarts` restarts them all.
 """
 
 import contextlib
@@ -40,13 +39,14 @@ from runtime import records
 
 EXIT_RETRYABLE = 75  # EX_TEMPFAIL of sysexits.h
 ROLL_CALL_SECONDS = 5.0
-M_TRIM_THRESHOLD = -1  # of glibc's malloc.h
+M_TRIM_THRESHOLD = -1  # from glibc's malloc.h
 M_MMAP_THRESHOLD = -3
-STORE = None  # the process group's store; after an error it tells who is alive
+STORE = None  # the process group's store; after an error it shows which ranks are alive
 
 
 class Lost(RuntimeError):
-    """Another process is gone or silent. The same command may succeed next time, so the exit code is EXIT_RETRYABLE."""
+    """Raised if another process is gone or silent. The same command may succeed next time, so the exit code is
+    EXIT_RETRYABLE."""
 
 
 def launch(prog, main):
@@ -81,7 +81,8 @@ def world_size():
 
 
 def named_device(name):
-    """The torch.device of "auto", "cpu", "cuda" (this process's) or "cuda:1". Raises ConfigError if it is not there."""
+    """Return the torch.device for "auto", "cpu", "cuda" (this process's GPU) or "cuda:1". Raises ConfigError if it is
+    missing."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
@@ -98,9 +99,10 @@ def named_device(name):
 
 
 def open_device(config):
-    """This process's device. If torchrun started it, also joins the process group.
+    """Return this process's device. If torchrun started the process, also join the process group.
 
-    config: device, timeout_minutes. Raises ConfigError for a missing device, Lost if not all processes join.
+    Reads config.device and config.timeout_minutes. Raises ConfigError for a missing device, Lost if not all processes
+    join.
     """
     device = named_device(config.device)
     world = env_int("WORLD_SIZE", 1, least=1)
@@ -117,7 +119,7 @@ def open_device(config):
 
 
 def machine(device):
-    """Where this process computes, for config.json."""
+    """Describe the device that this process computes on, for config.json."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
 
@@ -130,7 +132,7 @@ def memory_bytes(device):
 
 
 def pick_dtype(name, device):
-    """The dtype of autocast; 'auto' is bfloat16 on hardware that multiplies it natively, else float32."""
+    """Return the dtype for autocast; 'auto' means bfloat16 on hardware that multiplies it natively, else float32."""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
@@ -143,8 +145,8 @@ def pick_dtype(name, device):
 
 
 def keep_freed_memory(keep=True):
-    """Keep freed activations in the process: returned to the OS, they cost a page fault per 4 KB in every step. With
-    shards we do not (keep=False), since layers are gathered many times per step."""
+    """Keep freed activations in the process. If they went back to the OS, every step would cost a page fault per 4 KB.
+    keep=False returns them, for sharded models, which gather layers many times per step."""
     if platform.libc_ver()[0] != "glibc":
         return
     mallopt = ctypes.CDLL(None).mallopt
@@ -155,7 +157,7 @@ def keep_freed_memory(keep=True):
 
 
 def join(backend, wait):
-    """Join the process group; `wait` (timedelta) is the timeout of every collective. Raises Lost."""
+    """Join the process group; `wait` (timedelta) is the timeout of every collective. Raises Lost or ConfigError."""
     global STORE
     env_int("RANK", 0, most=env_int("WORLD_SIZE", 1) - 1)
     try:
@@ -173,9 +175,9 @@ def join(backend, wait):
 
 
 def new_store_prefix(store, rank, world, wait):
-    """A prefix of the store that no earlier attempt wrote to.
+    """Return a PrefixStore whose prefix no earlier attempt has used.
 
-    torchrun keeps one store across restarts, and PyTorch 2.13 stores every attempt's addresses under the same names: a
+    torchrun keeps one store across restarts, and PyTorch 2.13 stores every attempt's addresses under the same names. A
     process that reads too early would connect to a dead process. So every process asks under a fresh name, and rank 0
     answers until every process has read the answer.
     """
@@ -196,15 +198,15 @@ def new_store_prefix(store, rank, world, wait):
     return dist.PrefixStore(name, store)
 
 
-# ------------------------------------------------------------------------------------------- applied to a plain model
+# ------------------------------------------------------------------------------------ compiling, recomputing, sharding
 
 def prepare_layers(model, config):
     """Apply torch.compile and activation recomputation layer by layer. A model without `layers` counts as one layer."""
     layers = getattr(model, "layers", [model])
     if config.compile:
         allow_graphs(64)
-        say("compiling in the first step: a minute; with a loop over time in Python many minutes, --compile=false "
-            "starts at once")
+        say("compiling in the first step takes a minute, or many if a model loops over time in Python; "
+            "--compile=false starts at once")
     for i, layer in enumerate(layers):
         if config.compile:
             layer.forward = torch.compile(layer.forward)
@@ -214,11 +216,11 @@ def prepare_layers(model, config):
 
 
 def shard(model, config, device):
-    """Apply FSDP2's fully_shard: each layer is gathered whole and in float32, everything else belongs to the root.
+    """Apply FSDP2's fully_shard. Each layer is gathered whole and in float32; everything else belongs to the root.
 
-    With hooks around a layer's forward, torch.compile makes it one graph; hooks around each linear map, to gather only
-    those in bfloat16, would cut it into seven. Gathering the whole layer in bfloat16 would round a scan's own
-    parameters. Raises ConfigError for a model or a number of processes that cannot be sharded.
+    With hooks around the whole layer, torch.compile makes one graph of it. Hooks around each linear map could gather in
+    bfloat16, but would cut the layer into seven graphs. Gathering the whole layer in bfloat16 would round the scan's
+    own parameters. Raises ConfigError if the model cannot be sharded, or not over these processes.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -230,11 +232,11 @@ def shard(model, config, device):
         fully_shard(model, mesh=mesh)
     except ValueError as error:
         raise ConfigError(f"parallel={config.parallel}: this model cannot be sharded ({first_line(error)}): change "
-                          "that, or use --parallel=ddp") from None
+                          "the model, or use --parallel=ddp") from None
 
 
 def open_mesh(config, device):
-    """The DeviceMesh for fully_shard: (processes), or for hsdp (machines, processes per machine)."""
+    """Return the DeviceMesh for fully_shard, of shape (processes), or for hsdp (machines, processes per machine)."""
     from torch.distributed.device_mesh import DeviceMesh
 
     world = world_size()
@@ -254,12 +256,12 @@ def open_mesh(config, device):
 
 
 def whole(t):
-    """The full tensor, if t is sharded; all processes must call this. Other tensors are returned unchanged."""
+    """Gather t if it is sharded, else return it unchanged. All processes must call this."""
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
 def cut_like(t, like):
-    """This process's shard of `t` if `like`, of the same shape, is sharded; else t itself."""
+    """Shard `t` the way `like` is sharded. Return `t` itself if `like` is whole or has another shape."""
     if not hasattr(like, "full_tensor") or t.shape != like.shape:
         return t
     from torch.distributed.tensor import distribute_tensor
@@ -268,8 +270,8 @@ def cut_like(t, like):
 
 
 def in_step(batches, device, sharded):
-    """Yields (x, y, True) for this process's batches. A sharded model's forward needs every process, so a process that
-    has run out then yields dummy batches (x, y, False) until all are done."""
+    """Yields (x, y, True) for this process's batches. A sharded model's forward needs every process. A process that has
+    run out of batches therefore yields dummies (x, y, False) until all are done."""
     if not sharded:
         yield from ((*batch, True) for batch in batches)
         return
@@ -282,10 +284,10 @@ def in_step(batches, device, sharded):
         yield (token, token, False) if batch is None else (*batch, True)
 
 
-# -------------------------------------------------------------------------------------------------------- around a step
+# ---------------------------------------------------------------------------------------------------- the training step
 
 def parallelize(model, config, data):
-    """The model for the training loop: compiled, with recomputation, and sharded or wrapped in DDP, as configured."""
+    """Prepare the model for the training loop: compile, recompute, and shard it or wrap it in DDP, as configured."""
     device = next(model.parameters()).device
     prepare_layers(model, config)
     if config.parallel != "ddp":
@@ -297,8 +299,8 @@ def parallelize(model, config, data):
 
     ids = [device.index] if device.type == "cuda" else None
     forward = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-    # DDP reorders its buckets after the first backward that synchronises, and gradients added in another order
-    # differ in the last bit. A resumed run must be bit-identical, so the first backward must not belong to a step.
+    # DDP reorders its buckets after its first synchronised backward, and gradients added in another order differ in
+    # the last bit. A resumed run must be bit-identical, so this first backward must not belong to a step.
     x, y, _ = next(iter(data.micro_batches(0, rank(), world_size(), config.micro_batch_size)))
     with autocast(config, device):
         first_loss = forward(x, y, loss_only=True)[1]
@@ -306,18 +308,18 @@ def parallelize(model, config, data):
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     if unused:
         raise ConfigError(f"the loss does not depend on the parameters {', '.join(unused[:3])}"
-                          f"{', ...' * (len(unused) > 3)}: several processes cannot train that; use them in "
+                          f"{', ...' * (len(unused) > 3)}: several processes cannot train such a model; use them in "
                           "forward, remove them, or set their requires_grad to False")
     model.zero_grad(set_to_none=True)
     return forward
 
 
 def micro_batches(forward, config, data, step, signals):
-    """Yields this process's (x, y, weight). Only the last one's backward averages gradients over processes. Raises
-    ConfigError after the first step if a weight is not the micro-batch's share of the targets (see `train`).
+    """Yields this process's micro-batches (x, y, weight). Only the last backward averages gradients over processes.
+    Raises ConfigError after the first step if a weight is not the micro-batch's share of the targets (see `train`).
 
-    If a single process is asked to stop, it drops the step: it sets signals.dropped and restores the random generators.
-    It finishes the step if the model has buffers, since its forward may have changed them.
+    A run with one process drops the step when asked to stop: it sets signals.dropped and restores the random
+    generators. If the model has buffers, it finishes the step, since the forward may have changed them.
     """
     before = saved.rng_state()
     may_drop = world_size() == 1 and next(forward.buffers(), None) is None
@@ -331,7 +333,7 @@ def micro_batches(forward, config, data, step, signals):
         if step == 0:
             _, y, weight = batch
             shares.append((weight, targets_in(y) if weight else 0))
-        if config.parallel == "hsdp":  # shards are summed after every micro-batch: whole gradients would be large
+        if config.parallel == "hsdp":  # sum shards after every micro-batch: whole gradients would be large
             forward.set_requires_all_reduce(following is None)
         elif config.parallel == "ddp" and world_size() > 1:
             average_gradients(forward, following is None)
@@ -341,13 +343,13 @@ def micro_batches(forward, config, data, step, signals):
 
 
 def targets_in(y):
-    """The number of targets: integers other than -1, or for floats rows."""
+    """Return the number of targets: integers other than -1, or rows of floats."""
     integers = torch.is_tensor(y) and not y.is_floating_point()
     return int((y != -1).sum()) if integers else len(y)
 
 
 def check_shares(shares, device):
-    """shares: (weight, targets) of this process's micro-batches. Raises ConfigError for a wrong weight."""
+    """Raises ConfigError for a wrong weight. shares: (weight, targets) of each of this process's micro-batches."""
     counted = torch.tensor(float(sum(targets for _, targets in shares)))
     total = float(sum_over_ranks(counted, device))
     for weight, targets in shares:
@@ -362,8 +364,8 @@ def autocast(config, device):
 
 
 def agree(loss, grad_norm, signals):
-    """(mean loss over processes, gradient norm) as floats. The same all-reduce tells whether any process was asked to
-    stop, so that all of them stop after the same step."""
+    """Return (mean loss over processes, gradient norm) as floats. The same all-reduce sets signals.stopping if any
+    process was asked to stop, so that all of them stop after the same step."""
     shared = torch.stack([loss / world_size(), torch.tensor(float(signals.requested), device=loss.device)])
     if world_size() > 1:
         dist.all_reduce(shared)
@@ -371,12 +373,12 @@ def agree(loss, grad_norm, signals):
     return shared[0].item(), whole(grad_norm).item()
 
 
-# --------------------------------------------------------------------------------------------- who does not answer
+# ----------------------------------------------------------------------------------------- unresponsive processes
 
 def who_is_missing(error):
-    """A line about a failed collective: the reporting rank, and the ranks that did not answer. Takes a few seconds."""
+    """Return a line about a failed collective: this rank, and the ranks that do not answer. Takes a few seconds."""
     this_rank = rank()
-    missing = [0]  # rank 0, or torchrun, holds the store: it is missing if nothing is read
+    missing = [0]  # rank 0, or torchrun, holds the store: if it cannot be read, rank 0 is missing
 
     def call():
         with contextlib.suppress(RuntimeError):
@@ -385,7 +387,7 @@ def who_is_missing(error):
                 missing[:] = [r for r in range(world_size()) if not STORE.check([f"here/{r}"])]
                 time.sleep(0.05)
 
-    thread = threading.Thread(target=call, daemon=True)  # a store whose process hangs would never return
+    thread = threading.Thread(target=call, daemon=True)  # if the store's process hangs, calls never return
     thread.start()
     thread.join(ROLL_CALL_SECONDS)
     who = "all others answer again"
@@ -400,14 +402,14 @@ def listed(ranks):
 
 
 def first_line(error):
-    """At most 200 characters of an error's message."""
+    """Return the first line of an error's message, at most 200 characters of it."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:200]
 
 
 def exit_retryable(prog, error):
-    """End this process with EXIT_RETRYABLE, bypassing Python's own exit, which the threads of a broken process group
-    sometimes abort."""
+    """End this process with EXIT_RETRYABLE. We bypass Python's own exit, because the threads of a broken process group
+    sometimes abort it."""
     with contextlib.suppress(OSError):
         print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
     os._exit(EXIT_RETRYABLE)
@@ -426,7 +428,7 @@ def leave():
     """Destroy the process group once nothing refers to DistributedDataParallel any more. If DDP were the group's last
     owner, it would deadlock: it waits for gloo's threads while it holds the GIL, which they need."""
     if dist.is_initialized():
-        barrier()  # else a process whose gloo threads still write to another one would be aborted
+        barrier()  # otherwise a process could be aborted while its gloo threads still write to another one
         gc.collect()  # an exception's reference cycle may keep main's frame alive
         dist.destroy_process_group()
 

@@ -1,9 +1,9 @@
 """A run's folder: locking, moving aside, resuming, saving.
 
     lock         two runs in one folder would mix their records, so the second is refused
-    move aside   when a new run starts, an earlier run's records go to earlier-1, earlier-2 ...
-    resume       from the newest intact checkpoint; a resumed run is bit-identical to one that was never interrupted
-    save         after evaluations, every checkpoint_interval steps, at the end, and when asked to stop
+    move aside   when a new run starts, an earlier run's records are moved to earlier-1, earlier-2 ...
+    resume       from the newest intact checkpoint; a resumed run is bit-identical to an uninterrupted one
+    save         after evaluations or every checkpoint_interval steps, at the end, and when asked to stop
 
 Nothing in this file depends on what is trained.
 """
@@ -26,32 +26,32 @@ from common.files import writing_to
 from runtime import checkpoint, distributed, records
 from runtime.distributed import resume_command
 
-OF_THE_SCHEDULE = {"max_iters", "decay_iters"}  # may change if the learning rates of the steps already done do not
-# Settings that may change on resume, because they change a loss only by rounding. Everything else is refused.
+OF_THE_SCHEDULE = {"max_iters", "decay_iters"}  # may change if past steps keep their learning rates
+# Settings that may change on resume, because they change a loss only by rounding. Any other change is refused.
 MAY_CHANGE_ON_RESUME = {
     "out_dir", "resume", "micro_batch_size", "eval_interval", "eval_tokens", "final_eval_tokens", "eval_block_size",
     "log_interval", "checkpoint_interval", "keep_checkpoints", "keep_steps",
     "wandb", "wandb_project", "wandb_run_name", "device", "compile", "graphs", "parallel", "recompute", "max_bad_steps",
     "backend", "loss_from_logits", "self_check", "timeout_minutes",
-    "workers",  # of image runs
+    "workers",  # for image runs
     "branch",  # used only without a checkpoint
     "dataset",  # compared by the hash of its content instead
     *OF_THE_SCHEDULE,
 }
 OF_A_NODE = {"out_dir", "dataset", "device", "micro_batch_size", "workers"}  # may differ from rank to rank
-COMPARED_OVER = ("eval_tokens", "eval_block_size")  # a loss over different tokens cannot be compared with the best
-LOCK_SECONDS = 300  # the longest wait for the process whose run we resume: it may still be saving
+COMPARED_OVER = ("eval_tokens", "eval_block_size")  # losses over different tokens cannot be compared
+LOCK_SECONDS = 300  # the longest wait for the run's previous process, which may still be saving
 SAVED = ("seconds", "skipped", "bad", "best_val_loss", "ended", "code_versions", "wandb_id")
 
 
 @dataclass
 class Progress:
-    """A run's own counters. Those in SAVED are in every checkpoint."""
+    """A run's own counters. Every checkpoint holds the counters named in SAVED."""
 
     max_iters: int
     seconds: float = 0.0  # of training, before the run was resumed
     skipped: int = 0  # steps without a finite loss and gradient
-    bad: int = 0  # how many of them in a row
+    bad: int = 0  # skipped steps in a row, up to now
     best_val_loss: float = math.inf
     ended: bool = False  # an evaluation said "stop"
     code_versions: list = field(default_factory=list)
@@ -69,19 +69,19 @@ class Progress:
 
 @dataclass
 class Found:
-    """Where a run begins or continues, from Folder.resume."""
+    """Where a run begins or continues, as found by Folder.resume."""
 
     progress: Progress
     derived: dict  # values that follow from the settings, data, model and machine, for config.json
     step: int = 0  # steps done
-    is_complete: bool = False  # it ended before, and has its result
+    is_complete: bool = False  # the run has already ended and has its result
     notes: list = field(default_factory=list)  # lines for the screen
     environment: dict | None = None  # on rank 0: the machine and the code, see records.py
     log: records.Log | None = None  # on rank 0: log.jsonl, open at `step`
 
 
 class Folder:
-    """`with Folder(config, model, data) as folder`: the folder config.out_dir, locked.
+    """`with Folder(config, model, data) as folder` locks the folder config.out_dir.
 
     say: prints a line on rank 0. progress: the run's counters. Raises ConfigError if the folder cannot be used, Stopped
     if the run cannot continue.
@@ -111,11 +111,11 @@ class Folder:
         return self
 
     def __exit__(self, kind, error, trace):
-        """Unlocks the folder. Running out of memory becomes one line."""
+        """Unlock the folder. Running out of memory becomes a one-line error."""
         if self.is_main:
             self.lock.close()
         if is_out_of_memory(error):
-            traceback.clear_frames(trace)  # they keep the activations alive
+            traceback.clear_frames(trace)  # frames keep the activations alive
             size = self.config.micro_batch_size
             block_size = self.config.block_size
             way_out = "choose a smaller block_size or model, or --dtype=bfloat16"
@@ -135,7 +135,8 @@ class Folder:
     def resume(self, optimizers, schedule, counts):
         """Restore the newest intact checkpoint if the run continues or branches, and open the records. Returns a Found.
 
-        counts: what config.json says about the model. Raises ConfigError if the checkpoint belongs to another run.
+        counts: the model's parameters and FLOPs, for config.json. Raises ConfigError if the checkpoint belongs to
+        another run.
         """
         config = self.config
         self.optimizers = optimizers
@@ -159,27 +160,27 @@ class Folder:
                 found.is_complete = True
                 found.notes = [records.log_until(self.out, found.step, meta.get("log_crc32"))[2]]
                 return found
-            found.notes.append(f"{self.out / 'result.json'} is damaged or belongs to another run: it is made again")
+            found.notes.append(f"{self.out / 'result.json'} is damaged or belongs to another run: it is written again")
         if self.is_main:
             with writing_to(self.out):
                 self.open_records(found, path, meta)
         return found
 
     def restore_first(self, found, checkpoints, schedule):
-        """Restore the newest intact checkpoint of the run or its trunk, and note it: (its path, its meta)."""
+        """Restore the newest intact checkpoint of the run, or the trunk's. Note it in `found`; return (path, meta)."""
         if not self.continues:
             checkpoints = [branch_point(self.config, self.out)]
         path, tensors, meta, damaged = checkpoint.load_first(checkpoints)
         with checkpoint.fitting(path):
-            if self.continues:  # checkpoints kept on purpose stay, even if keep_steps is not given again
+            if self.continues:  # earlier keep_steps stay in force, even if not given again
                 kept = self.manager.kept_steps
                 kept |= numbers_in(meta["config"].get("keep_steps", ""))
                 self.config.keep_steps = ",".join(map(str, sorted(kept)))
-            else:  # a branch has all of its trunk's weights, whatever init_from says
+            else:  # a branch takes all weights from its trunk, whatever init_from says
                 meta["config"]["init_from"] = self.config.init_from
             changes = self.compare(path, meta, schedule)
         if self.is_main and meta.get("file_times") != getattr(self.data, "file_times", None):
-            self.data.verify()  # the files were copied or changed since; 18 GB take a minute
+            self.data.verify()  # the files were copied or changed since then; 18 GB take a minute
         with writing_to(self.out), checkpoint.fitting(path):
             self.restore(path, tensors, meta)
         found.step = meta["step"]
@@ -189,7 +190,7 @@ class Folder:
         return path, meta
 
     def compare(self, path, meta, schedule):
-        """A phrase per changed setting. Raises ConfigError if this run cannot continue from the checkpoint."""
+        """Return a phrase per changed setting. Raises ConfigError if this run cannot continue from the checkpoint."""
         config = self.config
         step = meta["step"] + 0
         before = {f.name: meta["config"].get(f.name, f.default) for f in dataclasses.fields(config)}
@@ -198,8 +199,8 @@ class Folder:
         changes = {key: f"{key} {before[key]!r} -> {now[key]!r}" for key in before if before[key] != now[key]}
         serious = [words for key, words in changes.items() if key not in MAY_CHANGE_ON_RESUME]
         if serious:
-            raise ConfigError(f"{path} belongs to another run: {', '.join(serious)}; undo this, or choose another "
-                              "out_dir")
+            raise ConfigError(f"{path} belongs to another run: {', '.join(serious)}; undo the change, or choose "
+                              "another out_dir")
         planned = sorted(OF_THE_SCHEDULE & changes.keys())
         old = dataclasses.replace(config, **{key: before[key] for key in planned})
         if step > config.max_iters or planned and any(schedule(s, old) != schedule(s, config) for s in range(step)):
@@ -210,13 +211,13 @@ class Folder:
             )
         if meta["data"] != self.data.identity:
             raise ConfigError(
-                f"this run was trained on different data (its sha256 differs from {path}): prepare it as before, or "
-                "choose another out_dir"
+                f"this run was trained on different data (its sha256 differs from {path}): prepare the data as before, "
+                "or choose another out_dir"
             )
         return changes.values()
 
     def keep_warmup(self, before):
-        """An extended run keeps its warmup, 5% of its first max_iters, unless warmup_iters is given."""
+        """Keep an extended run's warmup at 5% of its first max_iters, unless warmup_iters is given."""
         config = self.config
         if config.warmup_iters >= 0:
             return
@@ -228,12 +229,12 @@ class Folder:
                               "steps: choose more steps, or another out_dir")
 
     def restore(self, path, tensors, meta):
-        """Restore what `save` wrote, in this run or in a branch's trunk."""
+        """Restore the state that `save` wrote, in this run or in the trunk of this branch."""
         state = checkpoint.unflatten(tensors, meta["skeleton"])
         for name in SAVED:
             setattr(self.progress, name, meta[name])
         if not self.continues:
-            self.progress.wandb_id = None  # a branch is a run of its own
+            self.progress.wandb_id = None  # a branch is a separate run
         before = meta["config"]
         now = self.settings
         if not self.continues or any(before.get(key) != now.get(key) for key in COMPARED_OVER):
@@ -262,21 +263,22 @@ class Folder:
                                   "must be the same on every node")
 
     def is_result_of(self, meta):
-        """True if result.json is undamaged and belongs to this checkpoint's run; otherwise it is made again."""
+        """True if result.json is undamaged and belongs to this checkpoint's run; otherwise it is written again."""
         best = meta["best_val_loss"] if math.isfinite(meta["best_val_loss"]) else None
         ours = {"steps": meta["step"], "seed": meta["config"]["seed"], "best_val_loss": best,
                 "code": meta["code_versions"][-1]}
         return ours.items() <= self.record("result.json").items()
 
     def began_before(self):
-        """True if out_dir holds records of this same run, killed before its first checkpoint: it then starts over."""
+        """True if out_dir holds the records of this same run, killed before its first checkpoint. It then starts over
+        in the same place."""
         if self.config.resume != "auto" or (self.out / "result.json").exists():
             return False
         begun = self.record("config.json").get("config")
         return begun in [{**self.settings, "resume": how} for how in ("never", "auto")]
 
     def record(self, name):
-        """A record in out_dir; empty if it is missing or damaged."""
+        """Return a record in out_dir, or {} if it is missing or damaged."""
         with contextlib.suppress(records.BadRecord):
             return records.read_json(self.out / name)
         return {}
@@ -284,12 +286,12 @@ class Folder:
     # ------------------------------------------------------------------------------------------------------- records
 
     def open_records(self, found, path, meta):
-        """Move an earlier run aside; write config.json and open the log at the step that was found. Rank 0 only."""
+        """Move an earlier run aside, write config.json, and open the log at found.step. Rank 0 only."""
         if not self.continues and not self.began_before() and records.run_files(self.out):
             self.aside = records.move_aside(self.out)
         if self.aside:
             found.notes.insert(0, f"the earlier run is kept as {self.aside}")
-        if self.config.branch and not self.continues:  # a branch's log starts with its trunk's
+        if self.config.branch and not self.continues:  # a branch's log starts as a copy of its trunk's
             shutil.copyfile(path.parent / "log.jsonl", self.out / "log.jsonl")
         (self.out / "result.json").unlink(missing_ok=True)  # from before the run was extended
         code = found.environment["code"]
@@ -299,7 +301,7 @@ class Folder:
                 found.notes.append(f"the code was {versions[-1]}, is now {code}: config.json names both")
             versions.append(code)
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        about_data = {key: value for key, value in self.data.meta.items() if key != "table"}  # long; in checkpoints
+        about_data = {key: value for key, value in self.data.meta.items() if key != "table"}  # long, and in checkpoints
         records.write_json(self.out / "config.json", {
             "config": self.settings, "derived": found.derived, "environment": found.environment,
             "code_versions": versions, "time": self.record("config.json").get("time", now),
@@ -311,7 +313,7 @@ class Folder:
     # -------------------------------------------------------------------------------------------------------- saving
 
     def save_if_due(self, step, val_loss, stopping):
-        """Save every checkpoint_interval steps or after an evaluation, at the end, and when asked to stop.
+        """Save every checkpoint_interval steps (if 0, after each evaluation), at the end, and when asked to stop.
 
         val_loss: from this step's evaluation, to choose the best checkpoint; None if there was none.
         """
@@ -324,12 +326,12 @@ class Folder:
             self.save(done, val_loss)
         if last and self.is_main and self.saved_step < done:
             raise Stopped(
-                f"the checkpoint of step {done} was not written, the last is from step {self.saved_step}: make room, "
+                f"the checkpoint of step {done} was not written; the last is from step {self.saved_step}: make room, "
                 f"then {resume_command('--resume=auto')}"
             )
 
     def save(self, done, val_loss):
-        """Gather the state on rank 0, which writes it, one tensor at a time."""
+        """Gather the state on rank 0 and write it, one tensor at a time."""
         state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers],
                  "rng": checkpoint.rng_state()}
         tensors, skeleton = checkpoint.flatten(state)
@@ -342,7 +344,7 @@ class Folder:
                 pass
 
     def write(self, tensors, skeleton, values, done, val_loss):
-        """Write the checkpoint after `done` steps; `values`: the tensors, in order, gathered."""
+        """Write the checkpoint after `done` steps. `values`: an iterator over the gathered tensors, in file order."""
         meta = {"skeleton": skeleton, "step": done, "tokens": done * self.config.batch_tokens, "config": self.settings,
                 **{name: getattr(self.progress, name) for name in SAVED}, "seconds": self.progress.seconds_now(),
                 "data": self.data.identity, "file_times": getattr(self.data, "file_times", None),
@@ -353,38 +355,40 @@ class Folder:
             self.manager.save(tensors, meta, val_loss, values)
             self.saved_step = done
         except OSError as error:  # such as a full disk; earlier checkpoints are untouched
-            self.say(f"step {done}: checkpoint not written ({error}); the one before stays")
+            self.say(f"step {done}: checkpoint not written ({error}); the previous one stays")
 
 
 def numbers_in(text):
-    """{1, 2} of "1,2"."""
+    """Parse "1,2" into {1, 2}."""
     return {int(number) for number in text.split(",") if number}
 
 
 def branch_point(config, out):
-    """The checkpoint that --branch=RUN@STEP names. Raises ConfigError if RUN has none from that step, or is `out`."""
+    """Return the checkpoint that --branch=RUN@STEP names. Raises ConfigError if RUN has none from that step, or is
+    `out`."""
     trunk, _, step = config.branch.rpartition("@")
     kept = checkpoint.steps(trunk)
     if not step.isdecimal() or int(step) not in kept:
         there = ", ".join(map(str, sorted(kept))) or "(none)"
         raise ConfigError(
-            f"branch={config.branch}: {trunk or 'RUN@STEP'} has checkpoints of steps {there}: name one of them, or "
-            "train it with --keep_steps"
+            f"branch={config.branch}: {trunk or 'RUN@STEP'} has checkpoints of steps {there}: name one of these "
+            "steps, or train the run with --keep_steps"
         )
     path = kept[int(step)]
     if path.parent.resolve() == out.resolve():
         raise ConfigError(
-            f"branch={config.branch} is in out_dir, from where it would be moved: choose another out_dir"
+            f"branch={config.branch} is in out_dir, whose files would be moved aside: choose another out_dir"
         )
     if not (path.parent / "log.jsonl").exists():
         raise ConfigError(
-            f"branch={config.branch}: {path.parent} has no log.jsonl, with which the branch's would begin"
+            f"branch={config.branch}: {path.parent} has no log.jsonl for the branch to continue: choose another run"
         )
     return path
 
 
 def lock_run_dir(out, wait=0.0):
-    """Lock an out_dir, see files.lock_folder. Raises ConfigError if another run holds it after `wait` seconds."""
+    """Lock an out_dir (see files.lock_folder). Raises ConfigError if another run still holds it after `wait` seconds.
+    """
     try:
         return files.lock_folder(out, wait)
     except BlockingIOError as error:

@@ -1,11 +1,13 @@
-"""Replays forward, loss and backward of a micro-batch as one CUDA graph, where Python is slower than the GPU.
+"""Replays a micro-batch's forward, loss and backward as one CUDA graph, for when Python is slower than the GPU.
 
     python train.py config/longhorn_120m.py --compile --micro_batch_size=8 --graphs
 
 A graph reads x and y from fixed tensors, and adds gradients at fixed addresses. Clipping and the optimiser's step stay
-outside. So does a micro-batch whose shape or weight differs from the first one's, and with ddp the last of each step,
-whose backward averages gradients. The first micro-batch is both computed and replayed: the losses must be equal. If
-its loss or gradients are not finite, the next step's is recorded instead.
+outside. A micro-batch whose shape or weight differs from the first one's is not replayed. With ddp, neither is the last
+micro-batch of each step, whose backward averages gradients.
+
+The first micro-batch is both computed and replayed, and the losses must be equal. If its loss or gradients are not
+finite, the first micro-batch of the next step is recorded instead.
 """
 
 import torch
@@ -17,13 +19,13 @@ from common.errors import ConfigError, is_out_of_memory
 from runtime import checkpoint, distributed
 
 GPU = "cuda"
-WARM_UPS = 3  # micro-batches before a graph is recorded: libraries load, compile and tune in these
+WARM_UPS = 3  # micro-batches before a graph is recorded, in which libraries load, compile and tune
 TOLERANCE = 1e-3  # relative to the gradients' norm: PyTorch's attention sums in no fixed order
 
 
 def replayed(compute, model, config, say=distributed.say):
-    """compute(x, y, weight) -> loss, which adds to the model's gradients; with config.graphs, a Graph of it. If graphs
-    cannot be used, `say` gets the reason."""
+    """Return `compute`, or a Graph of it with config.graphs. compute(x, y, weight) returns the loss and adds to the
+    model's gradients. If graphs cannot be used, `say` gets the reason."""
     if not config.graphs:
         return compute
     reason = why_not(model, config)
@@ -34,13 +36,13 @@ def replayed(compute, model, config, say=distributed.say):
 
 
 def why_not(model, config):
-    """Why these micro-batches are not replayed, and what to change; None if they are."""
+    """Return why micro-batches cannot be replayed and what to change, or None if they can."""
     tokens = config.micro_batch_size * config.block_size
     reasons = {
-        "only a GPU has them": next(model.parameters()).device.type != GPU,
+        "they need a GPU": next(model.parameters()).device.type != GPU,
         f"{config.parallel} gathers layers in every micro-batch: use --parallel=ddp": config.parallel != "ddp",
-        "layers are computed again in the backward: use --recompute=none": config.recompute != "none",
-        "the number of documents differs: use --documents=join": config.documents == "pack",
+        "layers are recomputed in the backward: use --recompute=none": config.recompute != "none",
+        "the number of documents varies: use --documents=join": config.documents == "pack",
         "the model has buffers, which its forward may change": next(model.buffers(), None) is not None,
         "a process has one micro-batch per step, whose backward averages gradients: use a smaller --micro_batch_size":
             torch_private.will_average_gradients(model) and config.batch_tokens <= tokens * distributed.world_size()}
@@ -48,13 +50,13 @@ def why_not(model, config):
 
 
 class Graph:
-    """compute(x, y, weight), replayed for micro-batches like the first. The loss is overwritten by the next call."""
+    """Works like compute(x, y, weight), but replays micro-batches like the first. The next call overwrites the loss."""
 
     def __init__(self, compute, model):
         self.compute = compute
         self.model = model
         self.kind = None  # (x's shape, y's shape, weight) of the micro-batches that are replayed
-        self.gradients = {}  # parameter -> its gradient, at one address from the first micro-batch on
+        self.gradients = {}  # parameter -> its gradient, at a fixed address
 
     def __call__(self, x, y, weight):
         last = torch_private.will_average_gradients(self.model)
@@ -66,7 +68,7 @@ class Graph:
         return self.replay(x, y)
 
     def hold_gradients(self):
-        """In a step's first micro-batch, set the gradients to zero where the graph adds to them."""
+        """In a step's first micro-batch, clear the gradients that the graph adds to."""
         if self.gradients and next(iter(self.gradients)).grad is None:
             torch_private.set_to_zero(list(self.gradients.values()))
             for p, gradient in self.gradients.items():
@@ -79,9 +81,9 @@ class Graph:
         return self.loss
 
     def record(self, x, y, weight):
-        """Record the graph and compare it with `compute`, unless this micro-batch is not finite. There must be no
-        gradients before; afterwards they are zero, and random generators are as they were. Raises ConfigError if the
-        model cannot be recorded, or if the graph computes something else."""
+        """Record the graph and compare it with `compute`, unless the loss or gradients are not finite. Call it without
+        gradients. It leaves them at zero, and the random generators as they were. Raises ConfigError if the model
+        cannot be recorded, or if the graph computes something else."""
         before = checkpoint.rng_state()
         side = cuda.Stream()
         side.wait_stream(cuda.current_stream())
@@ -116,7 +118,7 @@ class Graph:
             gradient -= self.gradients[p]
         error = torch.nn.utils.get_total_norm(expected.values())
         if not (torch.equal(loss, self.loss) and error <= TOLERANCE * size):
-            raise ConfigError(f"graphs: replayed, a micro-batch has the loss {self.loss:.9g}, not {loss:.9g}, and its "
+            raise ConfigError(f"graphs: a replayed micro-batch has the loss {self.loss:.9g}, not {loss:.9g}, and its "
                               f"gradients differ by {error / size:.1g}: use --graphs=False")
         self.start_anew(before)
         self.kind = x.shape, y.shape, weight

@@ -1,4 +1,4 @@
-"""Plots a run's loss.png from its log.jsonl, from time to time and at the end."""
+"""Plots a run's loss.png from its log.jsonl, now and then and at the end."""
 
 import gc
 from pathlib import Path
@@ -10,7 +10,7 @@ from runtime.records import read_log
 
 
 def draw_loss(folder):
-    """Plot training and validation loss in nats against tokens, to folder/loss.png, if there is any yet."""
+    """Plot training and validation loss in nats against tokens, to folder/loss.png, once the log has a loss."""
     from matplotlib.figure import Figure
 
     train = points(folder, "train", "train_loss")
@@ -21,11 +21,11 @@ def draw_loss(folder):
     axes = Figure(figsize=(7, 4.2), dpi=140).subplots()
     axes.plot(*train.T, lw=0.6, alpha=0.35, color="tab:blue", label="training")
     span = len(train) // 25
-    if span > 1:  # a step's loss covers only a few windows
+    if span > 1:  # smooth, because a step's loss covers only a few windows
         means = np.convolve(train[:, 1], np.ones(span) / span, "valid")
         axes.plot(train[span - 1:, 0], means, lw=1.4, color="tab:blue", label=f"mean of {span} lines of the log")
     if len(val):
-        axes.plot(*val.T, "o-", ms=3, color="tab:orange", label=f"validation, {val[-1, 1]:.4f} at last")
+        axes.plot(*val.T, "o-", ms=3, color="tab:orange", label=f"validation, last {val[-1, 1]:.4f}")
     if len(losses) > 20:  # cut off the first steps, which would flatten everything else
         axes.set_ylim(losses.min() - 0.1, min(losses.max(), np.quantile(losses, 0.95) + 0.5))
     title = Path(folder).name.replace("$", r"\$")  # $ starts a formula
@@ -36,7 +36,7 @@ def draw_loss(folder):
 
 
 def points(folder, event, key):
-    """(n, 2) float: tokens and the number of each event that has both."""
+    """Return (n, 2) floats: tokens and `key` of each event that has both."""
     pairs = np.array([(line.get("tokens"), line.get(key)) for line in read_log(folder, event)], float).reshape(-1, 2)
     return pairs[~np.isnan(pairs).any(1)]
 
@@ -48,4 +48,4 @@ def save_figure(figure, path, **how):
     with replacing(path) as tmp:  # a kill leaves no half-written picture
         figure.savefig(tmp, format=Path(path).suffix[1:], **how)
     plt.close(figure)
-    gc.collect()  # a closed figure leaves reference cycles of megabytes, which Python alone collects too rarely
+    gc.collect()  # a closed figure leaves megabytes in reference cycles, which Python collects too rarely by itself

@@ -7,9 +7,9 @@
     out/<run>/loss.png       the loss curve, see runtime/loss_curve.py
     out/<run>/eval_tasks.json                                        written by evaluate.py
 
-A killed process can leave a half-written last line in log.jsonl. Readers drop it, and a resumed run cuts the log back
-to its checkpoint, so that the log reads as if nothing had happened. Other damaged lines are left out too; a resumed run
-then keeps the old file as log-damaged-1.jsonl.
+A killed process can leave a half-written last line in log.jsonl. Readers drop this line. A resumed run cuts the log
+back to its checkpoint, so that the log reads as if nothing had happened. Other damaged lines are left out too; a
+resumed run then keeps the old file as log-damaged-1.jsonl.
 """
 
 import contextlib
@@ -45,28 +45,28 @@ ROOT = Path(__file__).resolve().parents[1]
 NATIVE_SOURCES = sorted(path.relative_to(ROOT).as_posix() for folder in (ROOT, ROOT / "kernels")
                         for kind in ("*.cu", "*.h") for path in folder.glob(kind))
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
-files_at_start = {}  # code_files when `distributed.launch` began, right after the imports
+files_at_start = {}  # code_files at the start of `distributed.launch`, right after the imports
 
 
 def write_json(path, record):
     """Write `record` to `path` through a temporary file and a rename, so that a reader sees all of it or none.
 
     Non-finite numbers at the top level become null. Raises TypeError for values that JSON cannot hold, OSError if the
-    disk refuses; then the old file is untouched.
+    write fails. Either way, the old file is untouched.
     """
     write_text(path, json.dumps(_finite(record), indent=1) + "\n")
 
 
 class BadRecord(ConfigError):
-    """A record that cannot be used; the message says why."""
+    """Raised for an unusable record; the message says why."""
 
 
 def read_json(path):
-    """The dict in a JSON file. Raises BadRecord. Every record is read by this function, and used inside `fields`."""
+    """Return the dict in a JSON file. Raises BadRecord. Read every record with this, and use it inside `fields`."""
     name = os.path.basename(path)
     try:
         text = regular(path).read_bytes()
-        if b"\\ud" in text.lower():  # half characters, as from a file name that is not UTF-8, become ?
+        if b"\\ud" in text.lower():  # lone surrogates, from file names that are not UTF-8, become ?
             text = json.dumps(json.loads(text), ensure_ascii=False).encode(errors="replace")
         return {**json.loads(text)}
     except FileNotFoundError:
@@ -77,7 +77,7 @@ def read_json(path):
 
 @contextlib.contextmanager
 def fields(subject="its records"):
-    """`with fields(): record["config"]["seed"] + 1`: a missing key, or a value of another type, raises BadRecord."""
+    """`with fields(): record["config"]["seed"] + 1` raises BadRecord for a missing key or a value of another type."""
     try:
         yield
     except ConfigError:
@@ -87,7 +87,7 @@ def fields(subject="its records"):
 
 
 def is_finished(folder):
-    """True if a run has an undamaged result; otherwise it is to be run again, from its last checkpoint."""
+    """True if a run has an undamaged result. Otherwise it must be resumed from its last checkpoint."""
     with contextlib.suppress(BadRecord):
         read_json(Path(folder) / "result.json")
         return True
@@ -95,24 +95,24 @@ def is_finished(folder):
 
 
 def run_files(folder):
-    """The paths of a run's files in `folder`, which are moved aside when a new run starts there."""
+    """Return the paths of a run's files in `folder`. A new run that starts there moves them aside."""
     names = (r"(config|result|eval_tasks(-[\w-]+)?)\.json|log(-damaged-\d+)?\.jsonl|loss\.png|wandb|"
              r"(best|checkpoint(-\d+)?)\.safetensors")
     return [path for path in Path(folder).glob("*") if re.fullmatch(names, path.name)]
 
 
 def move_aside(folder):
-    """Move an earlier run's files in `folder` into its subfolder earlier-1, earlier-2 ..., and return that."""
+    """Move an earlier run's files in `folder` into its subfolder earlier-1, earlier-2 ... Returns the subfolder."""
     moving = Path(folder, MOVING)
-    if moving.is_symlink():  # into a folder of somebody else's
+    if moving.is_symlink():  # may lead into somebody else's folder
         moving.unlink()
     moving.mkdir(exist_ok=True)
     return finish_moving(folder)
 
 
 def finish_moving(folder):
-    """Finish what `move_aside` began, also if a kill interrupted it; None if there is nothing to finish. Until then the
-    remaining files do not count as a run (checkpoint.candidates)."""
+    """Finish what `move_aside` began, even if it was killed. Returns the new folder, or None if there is nothing to
+    finish. Until the move is finished, the remaining files do not count as a run (checkpoint.candidates)."""
     moving = Path(folder, MOVING)
     if moving.is_symlink() or not moving.is_dir():
         return None
@@ -122,7 +122,7 @@ def finish_moving(folder):
 
 
 def _free(folder, name):
-    """The first path of `name` with 1, 2 ... in place of {} that does not exist."""
+    """Put 1, 2 ... in place of {} in `name`, and return the first path that does not exist."""
     for n in itertools.count(1):
         path = Path(folder, name.format(n))
         if not os.path.lexists(path):
@@ -130,17 +130,17 @@ def _free(folder, name):
 
 
 def _finite(record):
-    """The record with None for numbers that JSON cannot hold, at its top level."""
+    """Return the record with None in place of the non-finite numbers at its top level."""
     return {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
 
 
 def read_log(folder, event=None):
-    """The events in a run's log.jsonl, as dicts in order, without damaged lines; with `event`, only that kind."""
+    """Return the events in a run's log.jsonl as dicts, in order, without damaged lines. `event`: only this kind."""
     return [e for e in _read_lines(folder)[0] if event in (None, e.get("event"))]
 
 
 def _read_lines(folder):
-    """(the events in log.jsonl; the numbers of its damaged lines, from 1, without a torn last one)."""
+    """Return (the events in log.jsonl, the numbers of its damaged lines from 1, not counting a torn last line)."""
     path = Path(folder) / "log.jsonl"
     events = []
     damaged = []
@@ -152,14 +152,16 @@ def _read_lines(folder):
             event = None
         if isinstance(event, dict) and type(event.get("step")) is int:
             events.append(event)
-        elif number < len(lines):  # the last one is empty, or torn by a kill
+        elif number < len(lines):  # the last line is empty, or torn by a kill
             damaged.append(number)
     return events, damaged
 
 
 def log_until(folder, step, crc32=None):
-    """([the lines of log.jsonl up to `step`, as bytes], their CRC-32, what is wrong). The last is a phrase about
-    damaged lines or a CRC-32 that differs from the checkpoint's; "" if all is well."""
+    """Return ([the lines of log.jsonl up to `step`, as bytes], their CRC-32, what is wrong).
+
+    What is wrong is a phrase about damaged lines or about a CRC-32 that differs from the checkpoint's, or "".
+    """
     path = Path(folder) / "log.jsonl"
     events, damaged = _read_lines(folder)
     lines = [json.dumps(event).encode() for event in events if event["step"] <= step]
@@ -168,14 +170,14 @@ def log_until(folder, step, crc32=None):
     if damaged:
         wrong = f"{len(damaged)} lines of {path} are damaged (the first is line {damaged[0]}) and left out"
     elif crc32 not in (None, actual):
-        wrong = f"{path} is not the log of this checkpoint: up to step {step} lines are missing or from another run"
+        wrong = f"{path} is not the log of this checkpoint: lines up to step {step} are missing or from another run"
     return lines, actual, wrong
 
 
 class Log:
     """Appends events to log.jsonl. Opening it at `step` first drops events that a killed run logged after that step.
 
-    `unwritten` holds lines that the disk refused, for example because it is full: the next write retries them in order.
+    `unwritten` holds lines that could not be written, for example to a full disk: the next write retries them in order.
     `crc32`: the checksum of all lines, for the checkpoint. `damage`: what `log_until` finds wrong, and where the old
     file is kept.
     """
@@ -193,9 +195,9 @@ class Log:
         self.unwritten = []
 
     def write(self, event, step, **values):
-        """Append a line with the event, its step and values; non-finite numbers become null, which JSON can hold.
+        """Append a line with the event, its step and values. Non-finite numbers become null.
 
-        Raises OSError if the disk refuses it; the line is then kept in `unwritten`, and no line in the file is torn.
+        Raises OSError if the write fails. The line is then kept in `unwritten`, and no line in the file is torn.
         """
         record = _finite({"event": event, "step": step, **values})
         line = json.dumps(record).encode()
@@ -205,7 +207,7 @@ class Log:
         return record
 
     def sync(self):
-        """Flush the file to disk: no checkpoint may be there before the log that leads to it."""
+        """Flush the file to disk. A checkpoint must not get there before the log that leads to it."""
         with contextlib.suppress(OSError):
             os.fsync(self.file.fileno())
 
@@ -223,31 +225,31 @@ class Log:
 
 
 def loaded_files():
-    """The repository's files that this process has imported, as paths relative to its root; for a link, its target
-    too. Installed packages are left out."""
+    """Return the repository's files that this process has imported, as paths relative to the root. For a link, its
+    target is listed too. Installed packages are left out."""
     found = set()
     for module in list(sys.modules.values()):
-        # plain getattr() would import what a lazy module stands for, such as all of transformers
+        # plain getattr() would make a lazy module import everything, such as all of transformers
         file = isinstance(module, ModuleType) and object.__getattribute__(module, "__dict__").get("__file__") or ""
         if not file.endswith(".py") or "site-packages" in file or file.startswith(STANDARD_LIBRARY):
             continue
         for path in (os.path.abspath(file), os.path.realpath(file)):
             name = os.path.relpath(path, ROOT)
-            if name[0] != ".":  # not outside the repository, and not hidden
+            if name[0] != ".":  # in the repository and not hidden
                 found.add(name)
     return found
 
 
 def code_identity():
-    """The code that this process runs: {"code": "v2" and 10 hex digits, "code_files": {path: 12 hex digits}}.
+    """Identify the code that this process runs: {"code": "v2" and 10 hex digits, "code_files": {path: 12 hex digits}}.
 
-    It hashes the content of the native sources and of every project file loaded by now, a user's own included, but not
-    NO_TRACE and empty files. An edited README or plot, or another commit with the same sources, keeps the identity; an
-    edited mixer changes it.
+    The hashes cover the native sources and every project file loaded by now, a user's own included. Empty files and
+    those in NO_TRACE are left out. An edited README or plot, or another commit with the same sources, keeps the
+    identity; an edited mixer changes it.
     """
     files = {}
     for name in sorted(loaded_files().union(NATIVE_SOURCES)):
-        if not name.startswith(NO_TRACE) and (ROOT / name).exists():  # PyTorch names some that do not exist
+        if not name.startswith(NO_TRACE) and (ROOT / name).exists():  # PyTorch names files that do not exist
             content = (ROOT / name).read_bytes()
             if content:
                 files[name] = hashlib.sha256(content).hexdigest()[:12]
@@ -256,13 +258,13 @@ def code_identity():
 
 
 def changed_files(before, now):
-    """Files {path: hash} that both versions of the code have and that differ."""
+    """Return the sorted paths of files that differ between two {path: hash}. Files in only one of them do not count."""
     return sorted(path for path in before.keys() & now.keys() if before[path] != now[path])
 
 
 def code_version():
-    """{"commit": of this checkout, "uncommitted_changes"}; None without git. $LONGHORN_COMMIT names the commit of a
-    copy without .git. Changes in results/, where measurements are written, do not count."""
+    """Return {"commit", "uncommitted_changes"} of this checkout; both are None without git. $LONGHORN_COMMIT names the
+    commit of a copy without .git. Changes in results/, where measurements are written, do not count."""
     def git(*args):
         run = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True)
         return run.stdout.strip() if run.returncode == 0 else None
@@ -277,8 +279,8 @@ def code_version():
 
 
 def environment():
-    """This process's code, commit, versions, machine and command, for config.json. Raises ConfigError if a file was
-    edited since the program was launched, because the old version runs."""
+    """Return this process's code, commit, versions, machine and command, for config.json. Raises ConfigError if a file
+    was edited after the program was launched, because the old version is running."""
     import torch
 
     identity = code_identity()
@@ -294,7 +296,7 @@ def environment():
 
 
 def cpu_model():
-    """The processor's name as the system gives it."""
+    """Return the processor's name as reported by the system."""
     with contextlib.suppress(OSError):
         name = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         if name:

@@ -1,6 +1,8 @@
-"""On SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 (Slurm's warning) a run says at once that it will finish the micro-batch, or
-the step if there are several processes or the model has buffers. Then it saves and exits. On a second SIGINT or SIGTERM
-it exits at once."""
+"""Stops a run on SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 (Slurm's warning).
+
+The run answers at once, finishes the micro-batch, saves and exits. With several processes, or if the model has buffers,
+it finishes the step. A second SIGINT or SIGTERM ends it at once.
+"""
 
 import contextlib
 import os
@@ -9,9 +11,9 @@ import signal
 import threading
 import time
 
-# Signals this close together are one request: `timeout` signals a process and then its group.
+# Signals this close together count as one request: `timeout` signals a process and then its group.
 ONE_REQUEST_SECONDS = 0.05
-# Set by managers that send SIGTERM again and again; under them only a second SIGINT ends a process at once.
+# Variables of managers that send SIGTERM repeatedly. Under these managers only a second SIGINT ends a process at once.
 MANAGERS = {"TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"}
 
 
@@ -19,8 +21,9 @@ class Signals:
     """`with Signals() as signals`: the first signal asks to stop, a second one ends the process. A thread answers,
     because Python's own handlers wait until an operation of PyTorch or a collective returns.
 
-    requested: this process was asked to stop. stopping: any process was; `agree` (runtime/distributed.py) sets it on
-    all of them, so that they stop after the same step. dropped: a single process has left its step unfinished.
+    requested    this process was asked to stop
+    stopping     some process was asked to stop; `agree` (runtime/distributed.py) sets it on all in the same step
+    dropped      the only process has left its step unfinished
     """
 
     asked_at = None  # time of this process's first signal, or None; see data/images.py
@@ -44,7 +47,7 @@ class Signals:
         Signals.asked_at = Signals.asked_at or time.monotonic()
 
     def listen(self, reader):
-        """Answer signals, whose numbers come from a pipe, until its other end is closed."""
+        """Answer the signals whose numbers come through a pipe, until its other end is closed."""
         ends = {signal.SIGINT, signal.SIGTERM}
         second = "one"
         if MANAGERS & os.environ.keys():
@@ -70,15 +73,15 @@ class Signals:
         os.close(reader)
 
     def __exit__(self, kind, error, trace):
-        """Give the signals back to Python, but not after an error: torchrun's SIGTERM would then end this process
-        before it says which ranks did not answer."""
+        """Restore Python's handlers, but not after an error: torchrun's SIGTERM would then end this process before it
+        names the ranks that did not answer."""
         if error is None:
             for number, handler in self.before.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(-1)
             os.close(self.writer)  # ends the thread
             if self.requested:
-                self.thread.join()  # a run of fast steps ends before the thread has answered
+                self.thread.join()  # a run with fast steps may end before the thread has answered
 
 
 def write(line):

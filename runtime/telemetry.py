@@ -20,13 +20,13 @@ from runtime.records import write_json
 PICTURE_SECONDS = 300  # time between plots; one takes 0.3 s, the first 2 s more
 
 SHOWN = {"train_loss": "loss {:.4f}", "lr": "lr {:.2e}", "grad_norm": "norm {:.2f}", "mfu": "mfu {:.1%}",
-         "tokens_per_second": "{:,} tokens/s"}  # on the screen; other numbers go by their own names
+         "tokens_per_second": "{:,} tokens/s"}  # metrics on the screen; other numbers keep their names
 
 
 class Telemetry:
-    """`with Telemetry(config, device) as telemetry`: a run's output, from rank 0. `open` says where it begins.
+    """Writes a run's output, on rank 0: `with Telemetry(config, device) as telemetry`, then `open`.
 
-    val_loss: from the current step's evaluation, to choose the best checkpoint; None without one.
+    val_loss: the loss from the current step's evaluation, to choose the best checkpoint; None without an evaluation.
     """
 
     def __init__(self, config, device):
@@ -53,8 +53,8 @@ class Telemetry:
             distributed.say(text)
 
     def open(self, found, mixed_by, about_model=()):
-        """Begin where `found` (see folder.py) says, and print a summary of the run. mixed_by: the operators that mix
-        tokens, in words; about_model: further lines."""
+        """Begin at found.step (see folder.py), and print a summary of the run. mixed_by: the operators that mix tokens,
+        in words. about_model: further lines to print."""
         self.progress = found.progress
         self.derived = found.derived
         self.log_file = found.log
@@ -73,7 +73,7 @@ class Telemetry:
         self.progress.clock = self.last_log_time = self.picture_time = time.perf_counter()
 
     def open_wandb(self, found):
-        """A resumed run keeps its id in Weights & Biases."""
+        """Open the run in Weights & Biases. A resumed run keeps its id."""
         self.progress.wandb_id = self.progress.wandb_id or uuid.uuid4().hex[:8]
         settings = {**dataclasses.asdict(self.config), **found.derived}
         name = self.config.wandb_run_name or self.out.name
@@ -81,7 +81,7 @@ class Telemetry:
                         config=settings, id=self.progress.wandb_id, resume="allow")
 
     def summary(self, mixed_by):
-        """Two lines about the run: its model, where it runs, and its data."""
+        """Return two lines about the run: its model and device, then its data."""
         config = self.config
         derived = self.derived
         parts = f", {derived['accumulation']} micro-batches per step" if "accumulation" in derived else ""
@@ -152,7 +152,7 @@ class Telemetry:
         progress.ended = bool(self.metrics.pop("stop", False))
         if self.done == done:
             return  # repeated because result.json was lost; its line is already in the log
-        progress.best_val_loss = min(progress.best_val_loss, self.val_loss)  # the first, if the second is nan
+        progress.best_val_loss = min(progress.best_val_loss, self.val_loss)  # if val_loss is NaN, min keeps the first
         self.write("eval", done, tokens=done * self.config.batch_tokens, **self.metrics, seconds=progress.seconds_now())
         self.say(f"step {done:6d}  {in_words(self.metrics)}")
         now = time.perf_counter()
@@ -177,9 +177,9 @@ class Telemetry:
             self.wandb.log(values, step=step)
 
     def finish(self, evaluate):
-        """Write result.json and return the last metrics; None if the run was stopped early or was finished before.
+        """Write result.json and return the last metrics, or None if the run was stopped early or was finished before.
 
-        evaluate(): computes the final metrics again if a kill between the evaluation and result.json lost them.
+        evaluate() computes the final metrics again, if a kill between the evaluation and result.json lost them.
         """
         if self.is_complete:
             self.say(f"{self.out} is already finished; to train again use --resume=never")
@@ -241,7 +241,7 @@ def progress_bar(total, step):
     from tqdm import tqdm
 
     return tqdm(total=total, initial=step, dynamic_ncols=True, smoothing=0.05,
-                bar_format="{percentage:3.0f}% <{remaining}{postfix}")  # with the metrics, 80 columns
+                bar_format="{percentage:3.0f}% <{remaining}{postfix}")  # fits in 80 columns with the metrics
 
 
 def wandb_module(config):
@@ -255,12 +255,12 @@ def wandb_module(config):
             wandb.login()
         return wandb
     except Exception as error:  # not installed, no key, no network
-        raise ConfigError(f"wandb={config.wandb}: {error}; pip install wandb, --wandb=offline to log locally, or "
-                          "disable it with --wandb=off") from None
+        raise ConfigError(f"wandb={config.wandb}: {error}; run pip install wandb, log locally with "
+                          "--wandb=offline, or disable it with --wandb=off") from None
 
 
 def in_words(metrics, gap="  "):
-    """The numbers among the metrics, for the screen."""
+    """Format the numbers among the metrics for the screen."""
     words = []
     for key, value in metrics.items():
         if isinstance(value, (int, float)):

@@ -194,12 +194,12 @@ def test_a_file_that_is_no_checkpoint_is_refused_in_one_line_and_passed_over(tmp
     malice = Malice(tmp_path / "ran")
     huge = f',"x":{{"dtype":"I8","shape":[0,{2**63}],"data_offsets":[0,0]}}'
     other = good.replace(b'"version":"1"', b'"version":"2"')
-    foreign = "not a checkpoint of this project (a pickle of torch.save could run code and is never opened)"
+    foreign = "not a checkpoint of this project (torch.save's pickles could run code and are never opened)"
     torch.save(malice, saved_by_torch := io.BytesIO())
     for content, *words in (
             (good[:-1], f"cut short: {len(good) - 1} bytes, but its header says {len(good)}"),
             (good + b"\0", f"too long: {len(good) + 1} bytes"),
-            (good[:-1] + b"\xee", ": damaged (checksum ", "; use an earlier one next to it"),
+            (good[:-1] + b"\xee", ": damaged (checksum ", "; use an earlier checkpoint-STEP next to it"),
             (other, "version 2 is unknown (this code reads 1)"),
             (pickle.dumps(malice), foreign), (pickle.dumps(malice, 0), foreign), (saved_by_torch.getvalue(), foreign),
             (safetensors.torch.save({"x": torch.zeros(300)}), foreign),

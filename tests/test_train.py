@@ -859,7 +859,7 @@ def test_another_runs_log_is_seen(whole, trunk, ran, out, kept):
     (out / "log.jsonl").unlink()
     if kept:
         shutil.copy(trunk / "log.jsonl", out)
-    line = f"{out / 'log.jsonl'} is not the log of this checkpoint: up to step 12 lines are missing or from another run"
+    line = f"{out / 'log.jsonl'} is not the log of this checkpoint: lines up to step 12 are missing or from another run"
     assert line in (said := ran(out, resume="auto").out) and "already finished" in said
     (out / "result.json").unlink()
     assert line in ran(out, resume="auto").out
@@ -947,7 +947,7 @@ TORCHELASTIC_MAX_RESTARTS=2         resume=never  torchrun --max-restarts  --res
 --init_from={whole} --n_layer=2     n_layer was 1, is 2
                                     layers.1.branches.0.norm.weight is missing in the checkpoint, (32,) in the model
 --init_from={more}                  do not fit this model: more is (5,) in the checkpoint, missing in the model
---init_from={of_gpt2}               {of_gpt2}/checkpoint.safetensors  {data}  ('gpt2', 'bytes')
+--init_from={of_gpt2}               {of_gpt2}/checkpoint.safetensors  {data}  tokenizer 'gpt2', not 'bytes'
 --init_from={bad_skeleton}          {bad_skeleton}/checkpoint.safetensors: does not fit
 --init_from={bad_step}              {bad_step}/checkpoint.safetensors: does not fit
 --init_from={bad_size}              {bad_size}/checkpoint.safetensors: does not fit  its n_layer is 'True'
@@ -1095,7 +1095,7 @@ def test_weights_are_of_the_same_vocabulary_under_another_name(whole, out):
     initial = checkpoint.Initial(config)
     initial.meta |= {"tokenizer": "hf:a", "table": '{"model":{"vocab":{"a":0}}}'}
     for other in "other", '{"model": {"vocab": {"b": 0}}}':
-        with pytest.raises(ConfigError, match="its table differs.*27 characters of sha256 [0-9a-f]{12}, "):
+        with pytest.raises(ConfigError, match="another vocabulary.*table 27 characters of sha256 [0-9a-f]{12}, not "):
             initial.load(LM(config), mock.Mock(meta={"tokenizer": "hf:a", "table": other}))
     theirs = {"tokenizer": "hf:b", "table": '{"model": {"vocab": {"a": 0}}, "ends_documents": "a"}'}
     assert "weights from" in initial.load(LM(config), mock.Mock(meta=theirs))
