@@ -4,12 +4,12 @@
 #   make train OUT=out/again                                            another output folder
 #   make test ARGS="-k scan -x"                                         a part of the tests
 #   make test-fused                                                     kernels in Triton, on this CPU
-#   make chaos                                                          long fault injection; as root also a cut cable
+#   make chaos                                                          long fault injection; as root, also network cuts
 #   make slurm                                                          sweeps and tokens on a real Slurm (root) and Ray
 #   make eval                                                           install the lm-evaluation-harness, score a model
 #   make bench                                                          check and time the scan on this CPU
 #   make gpu                                                            on a GPU: correctness, speed, training
-#   make gpu STAGES=speed                                               one of these; each takes 9 minutes at most
+#   make gpu STAGES=speed                                               one of these stages; each takes up to 9 minutes
 #   make gpu PYTHON=python3                                             with your own interpreter; installs nothing
 #   make PYTHON=python3.12 ...                                          create .venv with this interpreter
 
@@ -27,8 +27,8 @@ train: $(VENV)/main
 	$(PY) train.py $(CONFIG) --out_dir='$(OUT)' $(ARGS)
 	$(PY) sample.py --out_dir='$(OUT)' --max_new_tokens=400
 
-# Python keeps bytecode and buffers output, its defaults, whatever the environment says. One thread per process: with more
-# threads than cores the kernels' parallel loops wait for each other.
+# Whatever the environment says, Python keeps bytecode and buffers output, as by default. One thread per process: with
+# more threads than cores the kernels' parallel loops wait for each other.
 test test-fused chaos slurm: export PYTHONDONTWRITEBYTECODE =
 test test-fused chaos slurm: export PYTHONUNBUFFERED =
 test test-fused chaos slurm: export OMP_NUM_THREADS = 1
@@ -36,8 +36,8 @@ test test-fused chaos slurm: export OMP_NUM_THREADS = 1
 test: $(VENV)/main $(VENV)/test lint
 	$(PY) -m pytest -q -rs -n 2 --dist=worksteal tests $(ARGS)
 
-# Other libraries' kernels and a prototype of ours in Triton's interpreter, three minutes of CPU; on a GPU the tests
-# above run the real ones.
+# Runs other libraries' kernels and our Triton prototype in Triton's interpreter, in three minutes of CPU. On a GPU the
+# tests above run the real kernels.
 test-fused: $(VENV)/main $(VENV)/test $(VENV)/fused
 	TRITON_INTERPRET=1 $(PY) -m pytest -q -n 2 --dist=worksteal tests/test_fused.py tests/test_scan_mma.py $(ARGS)
 
@@ -47,11 +47,11 @@ eval: $(VENV)/main $(VENV)/eval
 	@if [ -e '$(OUT)/checkpoint.safetensors' ]; then $(PY) evaluate.py '$(OUT)' $(ARGS); \
 	else echo "installed; after make train: $(PY) evaluate.py '$(OUT)'"; fi
 
-# The fault tests in their long form, in one process.
+# Runs the long form of the fault tests, in one process.
 chaos: $(VENV)/main $(VENV)/test
 	LONGHORN_CHAOS=1 $(PY) -m pytest -v -rs tests/test_chaos.py tests/test_distributed.py tests/test_fuzz.py $(ARGS)
 
-# Sets up a Slurm of this machine for as long as the tests run, see the script; LONGHORN_CHAOS=1: 20 faults and more.
+# Runs Slurm on this machine during the tests, see the script. LONGHORN_CHAOS=1 injects 20 faults and more.
 slurm: $(VENV)/main $(VENV)/test $(VENV)/cluster
 	tests/slurm_cluster.sh $(PY) -m pytest -v -rs tests/test_*cluster.py $(ARGS)
 

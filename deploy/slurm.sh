@@ -5,7 +5,7 @@
 #
 # Slurm sends SIGUSR1 five minutes before the time limit, and SIGTERM when it preempts the job. train.py then finishes the
 # step, saves and exits with 0. Until result.json exists, the job is requeued after a signal, a killed process (128 +
-# the signal's number) or a process that did not answer (75). Any other exit code is an error in the run, which ends the
+# the signal's number) or a process that did not answer (75). Any other exit code means an error in the run and ends the
 # job.
 #SBATCH --job-name=longhorn
 #SBATCH --nodes=1 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=8
