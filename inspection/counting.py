@@ -1,13 +1,14 @@
 """A model's parameters, FLOPs, state sizes and operators, counted from outside the model.
 
-FLOPs are those of the mathematics. A linear map with n weights costs 2 n in the forward pass. The head counts, the
-embedding look-up does not. Causal attention counts only the visible half, and a recurrence its token-by-token form,
-however it is computed. The backward counts twice the forward; recomputation is not counted.
+FLOPs are counted from the formulas, not from the code that runs. A linear map with n weights costs 2 n in the forward
+pass. The head counts, the embedding look-up does not. Causal attention counts only the visible half. A recurrence
+counts its token-by-token form. The backward pass counts twice the forward pass; recomputation does not count.
 
-A shared layer or map counts its parameters once, but its FLOPs and state once per use. An nn.Linear on the model with
-the embedding's shape is the head, which is then not tied. An average of the weights belongs in buffers, which do not
-count. For a mixture of experts, set `active_share` (such as 2 / 8) on the module that holds them: it scales the FLOPs
-of their maps. A map whose weight is a bare parameter has no FLOPs here: make it an nn.Linear.
+A shared layer or map counts its parameters once, but its FLOPs and state once per use. If the model itself has an
+nn.Linear of the embedding's shape, this is the head, which is then not tied. An average of the weights belongs in
+buffers, which do not count. For a mixture of experts, set `active_share` (such as 2 / 8) on the module that holds the
+experts: it scales the FLOPs of their maps. A map whose weight is a bare parameter has no FLOPs here: make it an
+nn.Linear.
 """
 
 import math
@@ -31,7 +32,7 @@ def visible(T, window):
 # positions. S: the size of its matrix state.
 FLOPS = {
     # per state: eps k (1), x - k S (2), S += (2), S q (2); per channel: step size, skip and gate (8). The exact form
-    # sums k S over the states (2 per state, too), then subtracts it from x once per channel (1)
+    # sums k S over the states (also 2 per state), then subtracts it from x once per channel (1)
     "longhorn_scan": lambda m, T, S: 7 * S + (8 + getattr(m, "exact", False)) * m.d_inner,
     # delta A (1), exp (1), its product (1), S += (2), S q (2); per channel as above
     "selective_scan": lambda m, T, S: 7 * S + 8 * m.d_inner,
@@ -39,8 +40,8 @@ FLOPS = {
     "attention": lambda m, T, S: 4 * m.H * m.n * visible(T, getattr(m, "window", None)),
     # per state: a S (1), k^T v added (2), q S (2)
     "gated_linear_attention": lambda m, T, S: 5 * S,
-    # the same; per channel of a value, RWKV's bonus r . u k (3), times v, added (2), or Mamba-2's step size, skip and
-    # gate (5)
+    # the same, and per channel of a value (5): RWKV's bonus r . u k (3), times v and added (2), or Mamba-2's step size,
+    # skip and gate
     "retention": lambda m, T, S: 5 * S + 5 * (m.H * m.n if hasattr(m, "bonus") else m.d_inner if hasattr(m, "skip")
                                               else 0),
     # per channel, output: bonus and maximum (2), two exponentials (4), numerator, denominator, ratio (6);
@@ -48,7 +49,7 @@ FLOPS = {
     "wkv4": lambda m, T, S: 23 * m.decay.numel(),
     # per state: k S (2), S += (2), q S (2); per value: the error and beta (2)
     "delta_rule": lambda m, T, S: 6 * S + 2 * m.H * m.n_v,
-    "gated_delta_rule": lambda m, T, S: 7 * S + 2 * m.H * m.n_v,  # and a S; or diag(a) S in KDA
+    "gated_delta_rule": lambda m, T, S: 7 * S + 2 * m.H * m.n_v,  # also a S, in KDA diag(a) S
     # per number in H: a H (1), k^T k added (2), 30 solver steps of p H (60); per number in U: 1, 2, and x U (2); per
     # channel of k: 10 in each solver step
     "mesa": lambda m, T, S: m.H * m.n * (63 * m.n + 300) + 5 * S,
@@ -70,7 +71,7 @@ def mixing_flops(mixer, T):
     if rule is None:
         return None
     tensors = initial_tensors(mixer)
-    S = max(reversed(tensors), key=torch.Tensor.dim).numel() if tensors else None  # the last with the most dimensions
+    S = max(reversed(tensors), key=torch.Tensor.dim).numel() if tensors else None  # the last tensor of most dimensions
     try:
         return rule(mixer, T, S) + (2 * mixer.conv_weight.numel() if hasattr(mixer, "conv_weight") else 0)
     except (AttributeError, TypeError):  # a user's mixer that keeps no state, or has other names for its sizes
@@ -81,7 +82,7 @@ def initial_tensors(mixer):
     """The tensors of a mixer's state before the first token of one sequence; [] for a mixer without a state."""
     if not hasattr(mixer, "initial_state"):
         return []
-    device = next((p.device for p in mixer.parameters()), "meta")  # where a learned initial state is
+    device = next((p.device for p in mixer.parameters()), "meta")  # the device of a learned initial state
     return tensors_of(mixer.initial_state(1, device))
 
 
@@ -116,7 +117,7 @@ CPU_SECONDS_PER_FLOP = 1.12e-11
 
 
 def cpu_seconds(flops, tokens):
-    """The time that training takes on one core."""
+    """Seconds of training on one core."""
     return CPU_SECONDS_PER_FLOP * flops + CPU_SECONDS_PER_TOKEN * tokens
 
 
@@ -128,7 +129,7 @@ def cost_of_step(model, tokens):
     if next(model.parameters()).device.type != "cpu" or minutes < 1:
         return ""
     return (f"a step of {tokens:,} tokens costs {flops:.2g} FLOPs, about {minutes:,.0f} minutes on {threads} core(s); "
-            "made for a laptop: python train.py config/longhorn_laptop.py")
+            "for a run on a laptop: python train.py config/longhorn_laptop.py")
 
 
 def parameter_count(model):
@@ -155,15 +156,17 @@ def parameter_count(model):
 
 
 def running_branches(model):
-    """A model's branches, a shared one once per place where it runs; [] if it is not an LM."""
-    branches = {branch for _, branch in model.branches()} if hasattr(model, "branches") else ()  # any model.py
+    """A model's branches, a shared branch once per use; [] if the model is not an LM."""
+    branches = {branch for _, branch in model.branches()} if hasattr(model, "branches") else ()  # from any model.py
     return [module for _, module in model.named_modules(remove_duplicate=False) if module in branches]
 
 
 def state_size(model, T=None):
-    """Numbers kept per sequence after T tokens (default block_size), over all layers: the size of the initial state,
-    where a dimension of 0 is a cache that grows by one per token, up to `window`. A mixer without a state must keep its
-    inputs to go on, and says how many as `inputs_kept(T)`."""
+    """The count of numbers kept per sequence after T tokens (default block_size), over all layers.
+
+    It is the size of the initial state. A dimension of 0 is a cache that grows by one per token, up to `window`. A
+    mixer without a state must keep its inputs to continue; its `inputs_kept(T)` says how many numbers.
+    """
     T = T or model.config.block_size
     total = 0
     for branch in running_branches(model):

@@ -1,14 +1,15 @@
 """The check at every start: code that exists in two versions must compute the same.
 
-Some code exists twice: an operator has a kernel and a plain PyTorch version, a model runs on whole sequences and
-through its state, and its loss is computed with or without logits. Editing only one of the two would train one model
+Some code exists twice. An operator has a kernel and a plain PyTorch version. A model runs on whole sequences and
+through its state, and computes its loss with or without logits. Editing only one of the two would train one model
 and sample another. So train.py builds a toy from the same code, with the first and the last layer of each family, and
-makes the comparisons of TABLE. To add one, write a function for each side that is not there yet, and a row.
+makes the comparisons of TABLE. To add a comparison, write a function for each new side, and a row.
 
-Tolerance of a tensor: the larger of LEAST and FACTOR times the plain operators' own error in float32, measured against
-the same toy in float64; OTHER_ORDER where the two sum in another order. If training computes in bfloat16, the last rows
-compare in bfloat16. There operators and states may have ROUNDING times the plain operators' own error. Other libraries'
-kernels that take 16 bits only are compared there alone.
+The tolerance of a tensor is the larger of LEAST and FACTOR times the plain operators' own error in float32, measured
+against the same toy in float64. Where the two sides sum in different orders, OTHER_ORDER replaces LEAST. If training
+computes in bfloat16, the rows of IN_16_BITS compare in bfloat16. There the tolerance of operators and states is
+ROUNDING times the plain operators' own error. Kernels of other libraries that take only 16 bits are compared only
+there.
 
 `--self_check=off` skips the check, `--self_check=only` stops after it.
 """
@@ -45,7 +46,7 @@ from model import tensors_of
 
 SCANS = ("longhorn_scan", "selective_scan")
 LEAST = 1e-5  # a difference below this is rounding
-OTHER_ORDER = 2e-4  # allowed between operators and states, which sum in other orders: a toy may amplify rounding
+OTHER_ORDER = 2e-4  # allowed where the two sides sum in different orders: a toy may amplify rounding
 FACTOR = 10
 NAN = 1e30  # stands for nan and inf
 ROUNDING = 3  # allowed multiple of the plain operators' own error in 16 bits
@@ -71,7 +72,7 @@ def loss_alone_again(model, x, y):
 
 
 def loss_alone_compiled(model, x, y):
-    """The loss of layers that torch.compile traces, without its code generator."""
+    """The loss if torch.compile traces the layers, without its code generator."""
     layers = list(dict.fromkeys(getattr(model, "layers", [model])))
     for layer in layers:
         layer.forward = torch.compile(layer.forward, backend="aot_eager")
@@ -91,14 +92,14 @@ def both(model, x, y):
 
 
 def whole(model, x, y):
-    """Logits without targets, and the parts of them that other sides compute alone."""
+    """Logits without targets, and the parts of these logits that other sides compute alone."""
     logits = model(x)[0]
     ends = [piece[:, -1:] for piece in logits.tensor_split(CUTS, 1)]
     return scored(logits, y) | {OTHERS: logits[1:], EARLY: logits[:, :-1], LAST: ends[-1], ENDS: torch.cat(ends, 1)}
 
 
 def scored(logits, y):
-    """Logits and their plain cross-entropy: whatever loss is trained on, sampling uses these."""
+    """Logits and their plain cross-entropy: whatever loss is trained on, sampling uses these logits."""
     values = {LOGITS: logits}
     if y.shape == logits.shape[:-1]:
         values[LOSS] = F.cross_entropy(logits.flatten(0, -2), y.flatten(), ignore_index=-1)
@@ -141,10 +142,10 @@ def as_sampled(model, x, y):
 
 
 def in_pieces(model, x, cuts, **last_only):
-    """Logits of x, read in pieces. With last_only, those of each piece's last token; then two states are also continued
-    with another token, which must not change them."""
+    """Logits of x, read in pieces. With last_only, only the logits of each piece's last token; then two states are also
+    continued with another token, which must not change them."""
     if len(x) > 1 and is_packed(model) and any(0 in a.shape for a in tensors_of(model.initial_state(1))):
-        # a cache that grows has one length for all rows: no row of it can be emptied
+        # a cache that grows has one length for all rows, so no single row can be emptied
         return torch.cat([in_pieces(model, row, cuts, **last_only) for row in x.split(1)])
     state = model.initial_state(len(x))
     parts = []
@@ -166,8 +167,7 @@ def continue_otherwise(model, part, state):
 
 
 def squares_of_scans(model, x, y):
-    """The summed squares of what one mixer of each class with a scan returns for five chunks, to compare compiled code.
-    """
+    """The sum of the squared outputs of one mixer per class with a scan, over five chunks, to compare compiled code."""
     rows = torch.randn(1, 4 * build.CHUNK + 8, model.config.n_embd, device=x.device)
     squares = 0.0
     mixers = {type(b.mixer): b.mixer for _, b in model.branches() if getattr(b.mixer, "operator", None) in SCANS}
@@ -179,15 +179,15 @@ def squares_of_scans(model, x, y):
 
 
 def output(out):
-    """What a module returns in addition to its state."""
+    """A module's output without its state."""
     return out[0] if isinstance(out, tuple) else out
 
 
 # ------------------------------------------------------------------------------------------------------------ the table
 
 class Kind(NamedTuple):
-    words: str  # what agrees, for the line at the start
-    how: str  # what the two sides are; follows the place where they differ
+    words: str  # what agrees, for the line that the check prints
+    how: str  # what the two sides are, printed after the place where they differ
     way_out: str
     least: float = OTHER_ORDER
     factor: float = FACTOR
@@ -200,26 +200,26 @@ ALWAYS_RANDOM = Kind("", ", run twice on the same tokens in eval mode,", "the mo
                      "numbers and change buffers only if self.training, as F.dropout(x, p, self.training) does, or "
                      f"{OFF}", LEAST, 0)
 MODES = Kind("training and eval mode", " in training and in eval mode",
-             "edit both modes, or what is evaluated and sampled is not what was trained", LEAST)
+             "edit both modes, or evaluation and sampling will not use the trained model", LEAST)
 GRADED = MODES._replace(words="", how=" with gradients and under torch.no_grad")
 COMPILED = Kind("compiled layers and layers as they are", " compiled and as it is",
                 "train with --compile=false, or with another version of PyTorch")
 LOSSES = Kind("the loss alone and from logits", ", the loss alone and the loss from logits (kernels/ops.py: "
               "cross_entropy, _LinearCrossEntropy),", "edit both, or --loss_from_logits=true, which trains on the loss "
-              "of the logits (at more memory)", LEAST)
+              "of the logits (and needs more memory)", LEAST)
 OPERATORS = Kind("{kernels} and plain operators", " with --backend={backend} and with --backend=torch",
                  "edit both, or train with --backend=torch, which runs plain PyTorch everywhere")
 STATES = Kind("whole sequences and states", " over the whole sequence and through the state",
-              "edit both paths, or what is sampled is not what was trained; for positions, count the tokens in the "
-              "state, as CountingTimeMix of families/released.py does")
+              "edit both paths, or sampling will not use the trained model; for positions, count the tokens in "
+              "the state, as CountingTimeMix of families/released.py does")
 AHEAD = Kind("", " before two different last tokens", f"it sees later tokens: mix earlier tokens only, or {OFF}", LEAST,
              0)
 ROWS = Kind("", " beside two different rows", f"it mixes rows of a batch: compute each row by itself, or {OFF}", LEAST,
             0)
 SCORED = Kind("", " in eval mode, its loss and the cross-entropy of its logits,", "add terms and factors only if "
-              "self.training, or what is reported cannot be compared", LEAST, 0)
+              "self.training, or reported losses cannot be compared", LEAST, 0)
 DOCUMENT = Kind("documents", " over packed documents and over each document alone",
-                "start each document empty, as token_shift of mixers.py does, or use --documents=join")
+                "start each document from an empty state, as token_shift of mixers.py does, or use --documents=join")
 
 
 class Side(NamedTuple):
@@ -235,9 +235,9 @@ class Row(NamedTuple):
     kind: Kind
     one: Side
     other: Side
-    needs: str = ""  # what the check must have, see Check.what_it_has
-    only: str = ""  # the one name to compare; else all that both sides have
-    usual: tuple = ()  # two sides whose difference counts as usual; else float32's rounding does
+    needs: str = ""  # names that must be in Check.has
+    only: str = ""  # the one name to compare; else all names that both sides have
+    usual: tuple = ()  # two sides whose difference is the usual error; else it is the rounding of float32
 
 
 STARTS = Side(loss_alone, "train")
@@ -292,9 +292,9 @@ IN_16_BITS = (
 # ------------------------------------------------------------------------------------------------------------ the check
 
 def self_check(model, dtype=torch.float32, compiled=False):
-    """Returns a line on what agreed. Raises ConfigError, naming both places and the way out, if two versions differ.
+    """Return a line that says what agreed. Raises ConfigError with both places and the way out if two versions differ.
 
-    dtype: training's dtype of matrix products; compiled: whether training compiles layers. A model that is not an LM
+    dtype: training's dtype of matrix products; compiled: True if training compiles layers. A model that is not an LM
     needs toy(backend) -> a small model of the same code, and toy_batch() -> (x, y) if its inputs are not tokens.
     Neither the model nor the random state is changed.
     """
@@ -304,7 +304,7 @@ def self_check(model, dtype=torch.float32, compiled=False):
     in_16_bits = dtype != torch.float32 and backend != "torch"
     precision = torch.get_float32_matmul_precision()
     way_out = (f"correct that, or if other sizes run define toy(self, backend) in {type(model).__name__} to return a "
-               "model of those, as Vision of experiments/vision/classify.py does")
+               "model of such sizes, as Vision of experiments/vision/classify.py does")
     torch.set_float32_matmul_precision("highest")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), constants(short(is_packed(model))):
         try:
@@ -326,7 +326,7 @@ def self_check(model, dtype=torch.float32, compiled=False):
 
 class Gap(NamedTuple):
     """How much two sides differ in one tensor."""
-    excess: float = 0.0  # a multiple of what is allowed
+    excess: float = 0.0  # error / allowed
     error: float = 0.0
     usual: float = 0.0
     allowed: float = 0.0
@@ -334,7 +334,7 @@ class Gap(NamedTuple):
 
 
 class Check:
-    """A model's toys, and what has been computed with them."""
+    """A model's toys, and the values computed with them."""
 
     def __init__(self, model, device, dtype, compiled):
         self.device = device
@@ -364,8 +364,8 @@ class Check:
                       "dtype": str(dtype).removeprefix("torch.")}
 
     def build(self, model):
-        """The toy, the same toy with plain operators, and inputs, at the first sizes that run. Raises the last error
-        if none do."""
+        """Build the toy, the same toy with plain operators, and their inputs, at the first sizes that run. Raises the
+        last error if no sizes run."""
         failed = None
         for sizes in sizes_to_try(model):
             try:
@@ -379,7 +379,7 @@ class Check:
         raise failed
 
     def in_float32(self):
-        """A line on what agreed. Raises ConfigError for the first row of TABLE whose sides differ."""
+        """Return a line that says what agreed. Raises ConfigError for the first row of TABLE whose sides differ."""
         self.refuse_nan()
         gaps = self.compared(TABLE)
         worst = max(gaps.values(), key=lambda gap: gap.error)
@@ -389,13 +389,13 @@ class Check:
         return f"{', '.join(filter(None, agreed))} agree to {worst.error:.0e} ({worst.allowed:.0e} allowed){left_out}"
 
     def in_16_bits(self):
-        """How well the operators agree. Raises ConfigError for the first row of IN_16_BITS whose sides differ."""
+        """Say how well the operators agree. Raises ConfigError for the first row of IN_16_BITS whose sides differ."""
         gap = self.compared(IN_16_BITS)[IN_16_BITS[0]]
         times = gap.error / max(gap.usual, LEAST)
         return f"; in {self.words['dtype']} to {times:.1f} times the plain operators' rounding"
 
     def compared(self, table):
-        """{row: its largest Gap} of the rows that apply here. Raises ConfigError for the first whose sides differ."""
+        """{row: its largest Gap} for all rows that apply. Raises ConfigError for the first row whose sides differ."""
         largest = {}
         for row in table:
             if set(row.needs.split()) <= self.has:
@@ -404,7 +404,7 @@ class Check:
                     self.refuse(row, gap)
         return largest
 
-    # ------------------------------------------------------------------------------------------------- what sides are
+    # ------------------------------------------------------------------------------------------------- values of sides
 
     def value(self, side):
         """{name: value} of a side's loss or logits and of every parameter's gradient, if it has one."""
@@ -441,7 +441,7 @@ class Check:
         """The Gap between a row's two sides in each tensor of value(side)."""
         errors = differences(value(row.one), value(row.other), row.only)
         gaps = []
-        if row.usual:  # not by tensor: one of two numbers may be right by chance; a mistake is 100 times the rounding
+        if row.usual:  # not by tensor: a tiny tensor may be right by chance; a mistake is 100 times the rounding
             usual = root_mean_square(differences(*map(value, row.usual), row.only))
             errors = {max(errors, key=errors.get): root_mean_square(errors)}
         for name, error in errors.items():
@@ -493,7 +493,7 @@ class Check:
                           f"({gap.usual:.0e} is usual, {gap.allowed:.0e} allowed): {way_out}")
 
     def operator(self, row, gap):
-        """The operator whose plain body would make a row's sides agree, or None."""
+        """The operator whose plain implementation would make a row's sides agree, or None."""
         if row.kind in (RANDOM, ALWAYS_RANDOM, COMPILED):
             return None
         asked = set()
@@ -513,7 +513,7 @@ class Check:
 
     def module(self, row):
         """The place where a row's sides begin to differ: the first module whose output differs for the same input, or
-        the last one whose gradient differs."""
+        the last module whose gradient differs."""
         toy = self.toy
         if row.kind.how == STATES.how and is_packed(toy):
             toy.config.documents = "join"
@@ -533,15 +533,15 @@ class Check:
         best = max(ratios.values(), default=0.0)
         if best > 10:
             name = next(name for name, ratio in ratios.items() if ratio > best / 4)
-            inside = [inner for inner, ratio in ratios.items()  # with rounded input, but as large an error
+            inside = [inner for inner, ratio in ratios.items()  # their input is rounded, but their error as large
                       if inner.startswith(f"{name}.") and ratio > 10 and errors[inner] > errors[name] / 2]
             return self.place_of((inside or [name])[0])
         wrong = [gap.name for gap in self.gaps(row, self.measured) if gap.excess > 1]
         return self.place_behind(wrong if max(errors.values(), default=0.0) < LEAST else [])
 
     def calls(self, side):
-        """{name: (its inputs, its outputs)}, a list each, of all modules that are not PyTorch's, in the order in which
-        they return."""
+        """{name: (its inputs, its outputs)}, a list each, for all modules that are not PyTorch's own, in the order in
+        which they return."""
         calls = {}
 
         def note(name, module, args, out):
@@ -563,7 +563,8 @@ class Check:
         return place(module.forward) + (f" ({module.__name__})" if ".mixer" in name else "")
 
     def place_behind(self, wrong):
-        """Where the backward went wrong: the mixer of the last branch with a gradient among `wrong`, or the model."""
+        """Where the backward pass went wrong: in the mixer of the last branch with a gradient among `wrong`, or in the
+        model."""
         behind = [name for name, _ in self.toy.branches() if any(f" {name}." in tensor for tensor in wrong)]
         if not behind or "the loss" in wrong or "the gradient of norm.weight" in wrong:
             return place(type(self.toy).forward)
@@ -605,8 +606,8 @@ def root_mean_square(errors):
 
 
 def apart(one, other, kind):
-    """The difference between tensors (B, T, d), whole or in pieces of T, where they should be equal; 0 if they cannot
-    be compared."""
+    """The difference between two tensors (B, T, d), each a list of pieces along T, where they should be equal; 0 if
+    they cannot be compared."""
     if one[0].dim() != 3:
         return 0.0
     a = exact(torch.cat(one, 1))
@@ -622,6 +623,6 @@ def apart(one, other, kind):
 # ------------------------------------------------------------------------------------------------------------- in words
 
 def place(function):
-    """'model.py: LM.forward'."""
+    """Name a function and its file: 'model.py: LM.forward'."""
     file = inspect.getsourcefile(inspect.unwrap(function))
     return f"{os.path.relpath(file, ROOT)}: {function.__qualname__}"

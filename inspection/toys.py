@@ -1,4 +1,4 @@
-"""Small models of the same code, for the check at the start (self_check.py)."""
+"""Small models built from the same code, for the check at the start (self_check.py)."""
 
 import contextlib
 import re
@@ -10,15 +10,15 @@ from initialisation import seed_device
 from kernels import linear_attention, ops
 
 T = {False: 41, True: 23}  # tokens in each of a toy's two rows; True: of packed documents
-CUTS = (1, 12, 13)  # where the pieces read through the state begin; the last one outgrows the first cache
+CUTS = (1, 12, 13)  # where the pieces read through the state begin; the last piece outgrows the first cache
 DOCUMENTS = ([1, 2, 7, 13], [7, 1, 2, 13])  # lengths of the documents in each row
 IN_ONE = {(ops, "PIECE"): 1024}  # plain loops in one piece: recomputing would import torch._dynamo, 2 seconds of CPU
 SIZES = dict(n_embd=32, n_head=2, vocab_size=64, mlp_multiple=16, block_size=256, window=8)
 
 
 def short(packed):
-    """Constants during the check: the tokens pass through at least five chunks, pieces or blocks of each kind, and a
-    single target is left over."""
+    """Constants during the check. They are so small that the tokens fill at least five chunks, pieces or blocks of each
+    kind, and a single target is left over."""
     size = 4 if packed else 8
     return {(linear_attention, "CHUNK"): size, (linear_attention, "GLA_CHUNK"): size, (ops, "PIECE"): size,
             (ops, "WINDOW_QUERIES"): size, (ops, "LOGITS_AT_ONCE"): {"cpu": 64 * 9, "cuda": 64 * 9}}
@@ -30,7 +30,7 @@ def is_packed(model):
 
 @contextlib.contextmanager
 def constants(values):
-    """In this context the constants {(module, name): value} have these values."""
+    """Set the constants {(module, name): value} inside this context."""
     before = {key: getattr(*key) for key in values}
     try:
         for key, value in values.items():
@@ -45,7 +45,7 @@ def sizes_to_try(model):
     """Settings of toys to try in turn: small; as wide as two heads; with the model's own sizes; with all its layers."""
     if hasattr(model, "toy"):
         return [{}]
-    if model.config.n_embd % model.config.n_head:  # so in the toy, too: a mixer may need heads that divide
+    if model.config.n_embd % model.config.n_head:  # in the toy, too: a mixer may refuse such heads
         return [SIZES | {"n_head": 3}, {}]
     two_heads = 2 * (model.config.n_embd // model.config.n_head)
     sizes = [SIZES, SIZES | {"n_embd": two_heads}, {}, SIZES | {"whole": True}]
@@ -55,8 +55,8 @@ def sizes_to_try(model):
 
 
 def toy_of(model, device, backend, whole=False, **sizes):
-    """A small model of the same code, in training mode, with the first and the last layer of each family, or with all
-    if `whole`: those in config.places. It has the same weights with every backend."""
+    """Build a small model from the same code, in training mode, with the same weights for every backend. It has the
+    first and the last layer of each family, or all layers if `whole`; config.places lists them."""
     torch.manual_seed(0)
     if hasattr(model, "toy"):
         return scattered(model.toy(backend).to(device))
@@ -65,7 +65,7 @@ def toy_of(model, device, backend, whole=False, **sizes):
     last = {family: i for i, family in enumerate(families)}
     config.places = range(len(families)) if whole else sorted({*map(families.index, families), *last.values()})
     toy = type(model)(config)
-    if len(toy.layers) > len(config.places):  # built by code that does not look at `places`
+    if len(toy.layers) > len(config.places):  # built by code that ignores `places`
         toy.layers = torch.nn.ModuleList(toy.layers[i] for i in config.places)
     return scattered(toy.to(device))
 
@@ -79,7 +79,7 @@ def scattered(toy):
             p.mul_(30)
         elif name != "embed.weight":
             p.add_(torch.randn_like(p) * (0.5 * p.shape[-1] ** -0.5 if p.dim() > 1 else 0.1))
-        if "bias" in name:  # step sizes start below 0
+        if "bias" in name:  # biases of step sizes start below 0
             p[::2].normal_(0.0, 0.5)
     return toy
 
@@ -109,7 +109,7 @@ def batch_of(toy):
 @contextlib.contextmanager
 def repeated(model):
     """In this context the model draws the same random numbers every time; afterwards its buffers are restored. Yields a
-    list that is not empty afterwards if the model drew random numbers or changed a buffer."""
+    list, to which the end of the context adds what has changed: the random state, and names of buffers."""
     changed = []
     p = next(model.parameters())
     seed_device(p, 1)
