@@ -3,27 +3,29 @@
     python train.py config/longhorn_350m.py --micro_batch_size=8 --compile
 
     max_iters: Count = 4800  # optimiser steps
-    schedule: Literal["cosine", "wsd"] = "cosine"  # of the learning rate
+    schedule: Literal["cosine", "wsd"] = "cosine"  # learning-rate schedule
 
 A value may also be the next word, `--micro_batch_size 8`, and a key may have dashes, `--micro-batch-size=8`.
 
 Types are int, float, bool, str, Path and a Literal of strings. A number with a range is Count, Whole, Seed, Positive or
 Annotated[float, Range(...)]; its default may lie outside the range. The comment at the end of the line is the help.
 
-`load` is for programs with config files. Arguments are read left to right and the later one wins. A config file is
-plain Python that assigns to keys and sees the values so far (`batch_tokens = block_size * 64`). `include("laptop.py")`
-runs another file from its folder first. Names that start with `_`, modules and functions are ignored. Config files are
-executed, so use only those that you would run as programs. Nothing on the command line is evaluated: `--out_dir=a=b` is
+`load` is for programs with config files. It reads arguments left to right, and later values win. A config file is plain
+Python that assigns to keys and sees the values so far (`batch_tokens = block_size * 64`). `include("laptop.py")` runs
+another file from the same folder first. Names that start with `_`, modules and functions are ignored. Config files are
+executed, so use only files that you would run as programs. Nothing on the command line is evaluated: `--out_dir=a=b` is
 the string `a=b`.
 
 `read` is for all other programs. There tuple[int, ...] takes values joined by commas, list[str] takes several words,
 and a field without a default is an argument without a key.
 
-Class attributes: RENAMED = {"old_key": "new_key"} is a table of common/old_names.py: the error for an old key says what
-to type. With PROGRAMS = {"task": "program.py"} the error for a config file that sets `task = "task"` names the program
-to run. ARGUMENTS = ("models",) are further fields to give without a key. With OTHERS = "words" unknown --key=value are
-collected in `others`, and the help describes them by `words`. FIRST = ("model",) come first in the help; the other
-fields follow under the `# --- heading` above their line.
+Class attributes:
+
+    RENAMED = {"old_key": "new_key"}   a table of common/old_names.py: the error for an old key says what to type
+    PROGRAMS = {"task": "program.py"}  the error for a config file with `task = "task"` names the program to run
+    ARGUMENTS = ("models",)            further fields to give without a key
+    OTHERS = "words"                   unknown --key=value go to `others`, and the help describes them by `words`
+    FIRST = ("model",)                 fields on top of the help; the others follow under their `# --- heading`
 """
 
 import builtins
@@ -120,7 +122,7 @@ def settings(config_class):
 
 # ------------------------------------------------------------------------------------------------------- command lines
 
-LEFT_TO_RIGHT = "Read left to right, the later one wins; a config file is Python that assigns to the same keys."
+LEFT_TO_RIGHT = "Arguments are read left to right; later values win. Config files are Python that sets the same keys."
 
 
 def load(config_class, argv, prog=None, doc=LEFT_TO_RIGHT):
@@ -128,8 +130,8 @@ def load(config_class, argv, prog=None, doc=LEFT_TO_RIGHT):
 
     The instance gets two more attributes: `config_files`, the paths read, and `overrides`, {key: value} of every key
     that a file or the command line set. `--help` prints all keys with the config files' values and exits with 0.
-    Raises ConfigError for all unknown keys, wrong types and choices at once; for a wrong number, an unreadable or
-    failing file, and a ValueError raised in the dataclass's __post_init__.
+    Raises one ConfigError for all unknown keys, wrong types and wrong choices. Also raises it for a number out of
+    range, a file that is unreadable or fails, and a ValueError in the dataclass's __post_init__.
     """
     return read(config_class, argv, doc, prog, with_files=True)
 
@@ -137,7 +139,7 @@ def load(config_class, argv, prog=None, doc=LEFT_TO_RIGHT):
 def read(config_class, argv, doc, prog=None, with_files=False):
     """Read `argv` of a program without config files into an instance of the dataclass.
 
-    config_class: a dataclass, or {command: dataclass}, in which the first argument names one. doc: the description for
+    config_class: a dataclass, or {command: dataclass} if the first argument is a command. doc: the description for
     --help. The instance also has `overrides`, `command`, and `others`: the unknown --key=value, which only a class with
     OTHERS accepts. Raises ConfigError as `load` does.
     """
@@ -176,14 +178,14 @@ class Reader:
         self.values = {name: setting.default for name, setting in self.settings.items()}
         self.overrides = {}
         self.mistakes = []  # see old_names.check
-        self.hint = ""  # behind them
+        self.hint = ""  # printed after the mistakes
         self.needed = [key for key, value in self.values.items() if value is dataclasses.MISSING]
         more = getattr(config_class, "ARGUMENTS", ())
         self.places = [*self.needed, *more]  # fields given without a key
         self.usage = [*self.needed, *(f"[{key}]" for key in more)]
 
     def read_words(self, words, with_files=False):
-        """Read the words of a command line. Returns the config files among them, and the --key=value for `others`."""
+        """Read the words of a command line. Return its config files, and the --key=value for `others`."""
         words = [word for word in words if word not in HELP]
         places = list(self.places)
         files = []
@@ -214,7 +216,7 @@ class Reader:
         self.values[key] = self.overrides[key] = value
 
     def is_foreign(self, where, key, value):
-        """True, noting the mistake, if there is no such key or its value belongs to another program."""
+        """Note the mistake and return True if there is no such key or its value belongs to another program."""
         row = old_names.row_of(self, key, value)
         setting = self.settings.get(key)
         if setting and (row is None or not setting.choices and os.path.exists(str(value))):
@@ -223,14 +225,14 @@ class Reader:
         return True
 
     def convert(self, where, key, value, start):
-        """The value converted to the key's kind; None, noting the mistake, if it cannot be."""
+        """Convert the value to the key's kind. If that fails, note the mistake and return None."""
         try:
             return _convert(self.settings[key], value, start, from_text=not where)
         except ConfigError as error:
             self.mistakes.append((where, None, str(error), None))
 
     def read_key(self, key, texts):
-        """Set a key from the texts that follow it. A bool without any becomes true."""
+        """Set a key from the texts that follow it. A bool without a value becomes true."""
         if self.is_foreign("", key, " ".join(texts) or "true"):
             return
         setting = self.settings[key]
@@ -248,7 +250,7 @@ class Reader:
             self.set(key, new[0])
 
     def following(self, key, words, alone):
-        """Remove the value of a --key from `words` and return it: several words only for a list, and not if `alone`."""
+        """Remove the value of a --key from `words` and return it. Only a list takes several words, unless `alone`."""
         texts = []
         setting = self.settings.get(key)
         several = setting and setting.many is list and not alone
@@ -258,7 +260,7 @@ class Reader:
         return texts
 
     def read_file(self, path):
-        """Set what a config file assigns, except helpers."""
+        """Set the keys that a config file assigns. Its helpers are ignored."""
         row = old_names.row_of(self, "config-file", path.removesuffix(".py"))  # no key has a dash
         if row and not os.path.exists(path):
             raise ConfigError(f"{path}: {row}")
@@ -275,8 +277,8 @@ class Reader:
                 self.set(key, self.convert(f"{path}: ", key, value, f"{key} = "))
 
     def finish(self, usage, about, **more):
-        """The dataclass with the values, `overrides` and further attributes. Prints the help instead if it was asked
-        for."""
+        """Return the dataclass with its values, `overrides` and further attributes. If help was asked for, print it and
+        exit."""
         old_names.check(self)
         if self.help_asked:
             program_help.show(usage, about, self)
@@ -298,13 +300,13 @@ class Reader:
 # --------------------------------------------------------------------------------------------- config files and values
 
 def _run_file(path, values):
-    """{name: value} of everything that a config file assigns, except helpers."""
+    """Run a config file, and return {name: value} of everything that it assigns, except helpers."""
     folder = os.path.dirname(path)
     try:
         source = regular(path).read_bytes()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {getattr(error, 'strerror', error)}{_near(path)}") from error
-    # The current values are built-in names for the file, so that `names` holds only what the file itself assigns.
+    # The current values are built-in names for the file, so `names` holds only names that the file itself assigns.
     known = vars(builtins) | values
     names = {"__builtins__": known, "__name__": "config", "__file__": path}
     known["include"] = lambda other: names.update(_run_file(os.path.join(folder, other), values | names))
@@ -327,7 +329,7 @@ def _run_file(path, values):
 
 
 def _near(path):
-    """A guess at which config file was meant, from the same folder or, if the path names none, also from config/."""
+    """Guess which config file was meant: one in the path's folder or, if it names no folder, here or in config/."""
     folder, name = os.path.split(path.removesuffix(".py"))
     guesses = (old_names.nearest(name, [file.stem for file in Path(place).glob("*.py")], os.path.join(place, ""), ".py")
                for place in ([folder] if folder else ["", "config"]))
@@ -335,7 +337,7 @@ def _near(path):
 
 
 def _place(path, error):
-    """'LINE: what went wrong' of an error in a config file."""
+    """'LINE: what went wrong', for an error in a config file."""
     if isinstance(error, SyntaxError) and error.filename == path:
         return f"{error.lineno or 1}: {error.msg}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
@@ -343,7 +345,7 @@ def _place(path, error):
 
 
 def _convert(setting, value, where, from_text):
-    """`value` converted to a setting's kind. Raises ConfigError that starts with `where`. from_text: `value` is a
+    """Convert `value` to a setting's kind. Raises a ConfigError that starts with `where`. from_text: `value` is a
     command-line string."""
     kind = setting.kind
     choices = setting.choices
@@ -369,8 +371,8 @@ def _convert(setting, value, where, from_text):
 
 
 def _number(kind, value):
-    """A finite number. Raises ValueError or OverflowError for others; for an int also if it is not whole or above
-    2^53."""
+    """Convert to a finite number. Raises ValueError or OverflowError for anything else, and for an int above 2^53 or
+    with a fraction."""
     number = float(value)
     if not math.isfinite(number):
         raise ValueError

@@ -7,12 +7,12 @@
     torchrun --standalone --nproc_per_node=8 evaluate.py out/longhorn_1b3 --tasks=paper
 
 Your own task files (*.yaml, in the harness's format) can use local data, with `dataset_path: json` and `data_files`
-under `dataset_kwargs`. These need no network, and neither do the embedded tasks (evaluation/tasks.py). Task files are
-programs: the harness runs their templates and the functions that they name.
+under `dataset_kwargs`. Such tasks need no network, and neither do the embedded tasks (evaluation/tasks.py). Task files
+are programs: the harness runs their templates and the functions that they name.
 
-Results go to eval_tasks.json in the run's folder, or eval_tasks-checkpoint-9600.json, with standard errors and the
-versions of tasks and harness. Earlier results on other tasks are kept if checkpoint, settings and code are the same.
-evaluation/harness.py explains how contexts and texts are read.
+Results go to eval_tasks.json in the run's folder, or for the checkpoint of a step to eval_tasks-checkpoint-9600.json.
+They include standard errors and the versions of tasks and harness. Earlier results on other tasks are kept if
+checkpoint, settings and code are the same. evaluation/harness.py explains how contexts and texts are read.
 """
 
 if __name__ == "__main__":
@@ -42,23 +42,26 @@ ROOT = Path(__file__).resolve().parent
 
 @dataclass
 class EvaluateConfig:
-    out_dir: str  # the run's folder, with checkpoint.safetensors, or a checkpoint
-    tasks: str = "embedded"  # comma-separated harness tasks or task files; paper: Table 2's; embedded: no download
+    out_dir: str  # the run's folder, or a checkpoint file
+    tasks: str = "embedded"  # comma-separated harness tasks or task files; paper: the tasks of Table 2;
+    # embedded: tasks that need no download
     include: str = ""  # folder with your own task files (*.yaml), which can run code: use only files that you trust
     limit: Whole = 0  # documents per task, for a quick try; 0: all
     batch_tokens: Count = 8192  # tokens per forward pass
-    max_length: Whole = 0  # context limit in tokens; 0: none, even beyond the training block
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of matrix products; auto: bfloat16 where it is fast
+    max_length: Whole = 0  # context limit in tokens; 0: no limit, even beyond the training block
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # dtype of matrix products;
+    # auto: bfloat16 where it is fast
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
     tokenizer: str = ""  # bytes, tiktoken:NAME or hf:NAME, if an imported model's checkpoint names none
-    vocab: str = ""  # folder with a tiktoken vocabulary's files, to need no network
-    timeout_minutes: Minutes = 60.0  # how long processes wait for each other
+    vocab: str = ""  # folder with a tiktoken vocabulary's files, to work offline
+    timeout_minutes: Minutes = 60.0  # how long processes wait for each other before giving up
 
     RENAMED = old_names.EVALUATE
 
 
 def tokenizer_of(meta, config):
-    """The Text for a checkpoint's meta. Raises ConfigError if --tokenizer contradicts it, or neither names one."""
+    """The tokenizer, a Text, for a checkpoint's meta. Raises ConfigError if --tokenizer contradicts the meta, or if
+    neither names a tokenizer."""
     known = meta.get("tokenizer")
     given = canonical(config.tokenizer) if config.tokenizer else None
     if known and given not in (None, known):
@@ -98,7 +101,7 @@ def main(argv):
         print("\n" + tasks.table2(path.parent.name, results))
     if max(longest) > block and not config.max_length:
         print(f"{sum(longer):,} sequences are longer than the training block of {block:,} tokens, up to "
-              f"{max(longest):,}: read whole (--max_length truncates them)")
+              f"{max(longest):,}: all were read whole (--max_length truncates them)")
     weights = {"crc32": crc32, "seed": meta["config"].get("seed"), "code": (meta.get("code_versions") or [None])[-1]}
     name = "eval_tasks.json" if path.name == checkpoint.NEWEST else f"eval_tasks-{path.stem}.json"
     write(path.with_name(name), {

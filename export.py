@@ -1,4 +1,4 @@
-"""Export to and import from Hugging Face: a folder with config.json and model.safetensors.
+"""Export models to Hugging Face's format, a folder with config.json and model.safetensors, and import them from it.
 
     python export.py --out_dir=out/llama_120m --to=hf_llama_120m       # then AutoModelForCausalLM.from_pretrained(...)
     python export.py --out_dir=out/longhorn_120m --to=hf_longhorn      # the same, with trust_remote_code=True
@@ -9,16 +9,16 @@ our own names, under the model_type "longhorn". Their folder contains the modell
 all sources that mixers.py and families/ import. So transformers can load it without this repository. If the tokenizer
 is known, the folder contains it too, for AutoTokenizer. `hf upload user/name FOLDER` publishes a folder.
 
-NAMES has our names and theirs. One of our layers has two residual branches, so n_layer Mamba layers of ours are
-2 n_layer in transformers, and an odd number of layers cannot be imported.
+NAMES pairs our tensor names with those of transformers. Our layer has two residual branches, so n_layer of our Mamba
+layers are 2 n_layer layers in transformers. A Mamba with an odd number of layers cannot be imported.
 
-One rule holds in both directions: transformers' model is built beside ours, from the same folder, and their logits on
-random tokens agree, or nothing is written. An import knows a LLaMA or Mamba by the names of its tensors, whatever its
-model_type. It names at once everything that our skeleton cannot express, such as biases or another rotary base
-(docs/adding-a-model.md has a table). A LLaMA or Mamba whose source differs from the one committed here (COMMITTED) is
-exported under model_type "longhorn", with its code; so is one of packed documents. `--check=FOLDER` repeats the
-comparison on any later day and machine. That runs the code in the folder; an import runs none, and opens only JSON and
-safetensors; nothing is unpickled.
+One rule holds in both directions: our model and transformers' model are built from the same folder, and nothing is
+written unless their logits on random tokens agree. An import recognises a LLaMA or Mamba by the names of its tensors,
+whatever its model_type. If our skeleton cannot express something, such as biases or another rotary base, the error
+lists all of it (docs/adding-a-model.md has a table). Two kinds of LLaMA or Mamba are exported under model_type
+"longhorn", with their code: models whose source is not the committed source (COMMITTED), and models of packed
+documents. `--check=FOLDER` repeats the comparison later, on any machine. It runs the code in the folder. An import runs
+no code: it opens only JSON and safetensors, and unpickles nothing.
 """
 
 import contextlib
@@ -59,14 +59,14 @@ from runtime.records import NATIVE_SOURCES, BadRecord, fields, read_json, write_
 
 @dataclass
 class ExportConfig:
-    out_dir: str = ""  # a run's folder: exported with --to, created by --from_hf (train.py cannot resume that)
+    out_dir: str = ""  # a run's folder: exported with --to, created by --from_hf (train.py cannot resume an import)
     to: str = ""  # export: folder to write config.json and model.safetensors to
-    from_hf: str = ""  # import: folder to read them from; LLaMA and Mamba need transformers
+    from_hf: str = ""  # import: folder to read both files from; LLaMA and Mamba need transformers
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # export: dtype of the weights
-    tokenizer: str = "auto"  # import: bytes, tiktoken:NAME or hf:NAME; auto: as in its config.json
-    vocab: str = ""  # folder with a tiktoken vocabulary's files, to need no network
+    tokenizer: str = "auto"  # import: bytes, tiktoken:NAME or hf:NAME; auto: the folder's own tokenizer
+    vocab: str = ""  # folder with a tiktoken vocabulary's files, to work offline
     license: str = ""  # export: licence of the weights for the model card, such as mit or cc-by-4.0
-    check: str = ""  # an exported folder: verify it; runs its code
+    check: str = ""  # verify this exported folder; runs the code in it
     overwrite: bool = False  # replace an earlier export or import in that folder
 
 
@@ -80,15 +80,15 @@ OURS = "longhorn"  # model_type of our own format
 FIXED = {"architectures": ["LonghornForCausalLM"], "model_type": OURS, "tie_word_embeddings": False,
          "auto_map": {"AutoConfig": "modeling_longhorn.LonghornConfig",
                       "AutoModelForCausalLM": "modeling_longhorn.LonghornForCausalLM"}}
-TOLERANCE = {"transformers": 1e-5, "longhorn": 1e-4}  # relative to the largest logit in float32, by whose class runs
+TOLERANCE = {"transformers": 1e-5, "longhorn": 1e-4}  # relative to the largest float32 logit, by the class that runs
 CHECK_TOKENS = 4096  # random tokens to compare on; at most block_size
 
-# The `source_hash` of the code that was compared with transformers' classes. A model with other code
-# is exported along with it.
-COMMITTED = {"llama": "2baaff8f3c10", "mamba": "4ccd4cab09f6"}
+# The `source_hash` of the code that was compared with transformers' classes. A model with other code is exported
+# together with that code.
+COMMITTED = {"llama": "4273b69ff527", "mamba": "3c4819e1c45c"}
 HASHED = ("model", "mixers", "families", "kernels.ops", "kernels.scan")
 
-# our setting: theirs
+# our setting: its name in transformers
 COMMON = {"n_layer": "num_hidden_layers", "n_embd": "hidden_size", "vocab_size": "vocab_size",
           "tie_head": "tie_word_embeddings"}
 SIZES = {"llama": {**COMMON, "n_head": "num_attention_heads", "block_size": "max_position_embeddings",
@@ -96,8 +96,8 @@ SIZES = {"llama": {**COMMON, "n_head": "num_attention_heads", "block_size": "max
          "mamba": {**COMMON, "dt_rank": "time_step_rank", "d_state": "state_size", "d_conv": "conv_kernel",
                    "expand": "expand", "block_size": "block_size", "norm_eps": "layer_norm_epsilon"}}
 
-# our name, then its names in transformers: three for the thirds of a matrix. A LLaMA layer i is one of ours, a Mamba
-# layer j is branch b of our layer i
+# Our name, then its names in transformers: three names for the thirds of one matrix. LLaMA's layer i is our layer i,
+# Mamba's layer j is branch b of our layer i.
 NAMES = {"llama": """
 embed.weight                                    model.embed_tokens.weight
 norm.weight                                     model.norm.weight
@@ -130,14 +130,14 @@ layers.{i}.branches.{b}.mixer.out_proj.weight   backbone.layers.{j}.mixer.out_pr
 # ---------------------------------------------------------------------------------------------------------------- names
 
 def family(config):
-    """The family of all layers; for a pattern of several "longhorn", which keeps our own names."""
+    """The family of all layers, or "longhorn" for a pattern of several families, which keeps our own names."""
     families = set(config.families)
     return families.pop() if len(families) == 1 else OURS
 
 
 def names(config, kind):
-    """{our name: [its names in the file]} for every tensor of LM(config). kind: a family of NAMES for transformers',
-    anything else for our own."""
+    """{our name: [its names in the file]} for every tensor of LM(config). kind: a family of NAMES for transformers'
+    names, anything else for our own."""
     if kind not in NAMES:
         return {name: [name] for name in weights_of(skeleton(config))}
     found = {}
@@ -157,12 +157,13 @@ def skeleton(config):
 
 
 def weights_of(lm):
-    """The LM's state_dict without what get_extra_state returns, which is for training."""
+    """The LM's state_dict without the extra state of get_extra_state, which only training needs."""
     return {name: t for name, t in lm.state_dict().items() if not name.endswith("_extra_state")}
 
 
 def as_in_file(state, config, kind):
-    """{name in the file: tensor} from one of our state_dicts; views where possible. Raises Unlike if it lacks one."""
+    """{name in the file: tensor} from one of our state_dicts; views where possible. Raises Unlike if one is
+    missing."""
     tensors = {}
     for ours, theirs in names(config, kind).items():
         if ours not in state:
@@ -182,7 +183,7 @@ def filled(config, tensors, kind):
     for name, t in expected.items():
         there = tuple(tensors[name].shape) if name in tensors else "missing"
         if there != tuple(t.shape):
-            raise ConfigError(f"the tensor {name} is {there}, and {tuple(t.shape)} in our {kind} with this config.json")
+            raise ConfigError(f"the tensor {name} is {there}, but {tuple(t.shape)} in our {kind} with this config.json")
     if kind not in NAMES and (more := tensors.keys() - expected.keys()):
         raise ConfigError(f"the tensor {min(more)} does not exist in our model")
     lm = LM(config)  # not the skeleton: a mixer may hold tensors that no file has
@@ -197,7 +198,7 @@ def filled(config, tensors, kind):
 def to_hf(lm, dtype=torch.float32, end_of_text=None, kind=None):
     """(config.json's dict, {name: tensor on the CPU}) for a model; tensors are copies of its weights.
 
-    end_of_text: the token that ends a text, at which generation stops; kind: "longhorn" for our own names and code,
+    end_of_text: the token that ends a text, where generation stops; kind: "longhorn" for our own names and code, by
     default the model's family. Raises ConfigError if float16 cannot hold a weight.
     """
     kind = kind or family(lm.config)
@@ -234,11 +235,14 @@ def theirs_config(lm, kind):
 
 
 def source_hash(lm):
-    """A hash of the source of an LM's classes, of the methods that they have now, and of all that these name in HASHED,
-    without comments and docstrings."""
+    """A hash of an LM's source code without comments and docstrings.
+
+    It covers the classes of all its modules, their methods as they are now, and the functions and classes of HASHED
+    that this source names.
+    """
     todo = [cls for module in lm.modules() for cls in type(module).__mro__]
     sources = {}
-    for thing in todo:  # grows on the way
+    for thing in todo:  # grows during the loop
         if thing in sources or not thing.__module__.startswith(HASHED):
             continue
         source = "".join(map(inspect.getsource, [thing, *filter(inspect.isfunction, vars(thing).values())]))
@@ -267,9 +271,9 @@ def modelling_code():
 def tokenizer_files(meta, vocab, with_code):
     """({name: text} of the files for AutoTokenizer, the token that ends a text or None, the padding token or None).
 
-    Padding is the token that ends a text. If that token is ordinary text, padding is an id after the vocabulary, which
-    the exported code never looks up; transformers' classes would, so they get none. There are no files if the tokenizer
-    is unknown, or cannot be loaded (which is printed).
+    Padding is the token that ends a text. If that token is ordinary text, padding is an id after the vocabulary. The
+    exported code never looks this id up; transformers' classes would, so they get no padding. There are no files if the
+    tokenizer is unknown or cannot be loaded; a failure to load is printed.
     """
     try:
         text = Text(meta["tokenizer"], meta.get("table"), vocab or None)
@@ -325,7 +329,7 @@ def written(config, lm, meta, kind):
     files, end_of_text, padding = tokenizer_files(meta, config.vocab, with_code)
     there, tensors = to_hf(lm, dtype, end_of_text, kind)
     if with_code:
-        there["pad_token_id"] = padding  # LLaMA's would get no gradient
+        there["pad_token_id"] = padding  # not for LLaMA, where padding gets no gradient
         files[CODE] = modelling_code()
     expected = logits_of(rounded(lm, dtype, kind))
     verified = fingerprint(expected)
@@ -344,7 +348,7 @@ def written(config, lm, meta, kind):
 
 
 def write_files(folder, config, tensors, files=()):
-    """config.json, with the checksum of the weights, model.safetensors and `files`, {name: text}."""
+    """Write model.safetensors, config.json with the checksum of the weights, and `files`, {name: text}."""
     weights = folder / "model.safetensors"
     checkpoint.save(weights, tensors, {}, kind="pt")  # the only kind that transformers reads
     run = {**config.get("run", {}), "weights_crc32": checkpoint.identity(weights)[0]}
@@ -355,8 +359,8 @@ def write_files(folder, config, tensors, files=()):
 
 @contextlib.contextmanager
 def replacing_folder(folder, overwrite):
-    """`with replacing_folder(folder) as tmp`: what the block writes to `tmp` becomes `folder`; after an error it stays
-    as it was. Raises ConfigError if `check_target` or the disk refuses."""
+    """`with replacing_folder(folder) as tmp`: what the block writes to `tmp` becomes `folder`. After an error `folder`
+    stays as it was. Raises ConfigError if `check_target` or the disk refuses."""
     target = Path(folder).resolve()  # a rename cannot replace a link to a folder
     tmp, old = (target.with_name(f".{target.name}.export.{end}") for end in ("tmp", "old"))
     try:
@@ -394,7 +398,7 @@ def check_target(folder, files, overwrite):
 
 # --------------------------------------------------------------------------------------------------------------- import
 
-# what an import takes from "run" in an exported config.json, for sample.py, and the defaults for other folders
+# What an import takes from "run" in an exported config.json for sample.py, and the defaults for all other folders.
 NOTES = {"tokenizer": None, "table": None, "step": 0, "tokens": 0, "data": None}
 
 
@@ -444,8 +448,8 @@ def load(folder):
 
 
 def beside_theirs(folder):
-    """Our LM with the weights of transformers' model in a folder, if their logits agree. Raises ConfigError, naming at
-    once all reasons that are known before comparing."""
+    """Our LM with the weights of transformers' model in a folder, if their logits agree. Raises ConfigError with all
+    reasons that are known before the comparison."""
     transformers = quiet_transformers()
     try:
         there = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -471,7 +475,7 @@ def beside_theirs(folder):
 
 
 def theirs_sizes(there, kind):
-    """The ModelConfig of transformers' config for a LLaMA or a Mamba."""
+    """The ModelConfig for transformers' config of a LLaMA or a Mamba."""
     sizes = {ours: getattr(there, theirs, getattr(ModelConfig, ours)) for ours, theirs in SIZES[kind].items()}
     if kind == "llama":
         sizes["mlp_multiple"] = mlp_multiple(there.intermediate_size, there.hidden_size)
@@ -481,14 +485,15 @@ def theirs_sizes(there, kind):
 
 
 def mlp_multiple(hidden, d):
-    """An mlp_multiple that gives this hidden width, if there is one; the default if that does."""
+    """An mlp_multiple that gives this hidden width, if one exists: the default if possible, else the width itself."""
     usual = ModelConfig.mlp_multiple
     return usual if round_up(8 * d / 3, usual) == hidden else hidden
 
 
 def reasons_against(there, sizes, tensors, kind):
-    """What transformers' model has that ours cannot express, in words. These are fields for which our export has
-    another value, and tensors found in only one of the two. there: their config; tensors: their {name: tensor}."""
+    """The features of transformers' model that ours cannot express, in words. These are fields for which our export has
+    another value, and tensors that only one of the models has. there: transformers' config; tensors: {name: tensor} of
+    its model."""
     reasons = []
     for key, ours in theirs_config(skeleton(sizes), kind).items():
         value = getattr(there, key, None)
@@ -508,8 +513,8 @@ def reasons_against(there, sizes, tensors, kind):
 
 
 def beyond(there, model, kind):
-    """What else transformers' model has that its LLaMA or Mamba has not, in words: factors of its config, and modules
-    with other code. There may be harmless ones: they say why logits differ, not that they do."""
+    """Further features of transformers' model that its plain LLaMA or Mamba lacks, in words: factors in its config, and
+    modules with other code. Some may be harmless: they explain why logits differ, but do not show that they do."""
     plain = getattr(quiet_transformers(), ARCHITECTURES[kind])
     usual = plain.config_class(num_hidden_layers=1)
     with torch.device("meta"):
@@ -523,7 +528,7 @@ def beyond(there, model, kind):
 
 def weight_files(folder):
     """The files of a folder's weights. Raises ConfigError if there are none, or one is damaged or quantised."""
-    files = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("model-*.safetensors"))  # as transformers
+    files = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("model-*.safetensors"))  # like transformers
     if not files:
         raise ConfigError(f"{folder}/model.safetensors: there are no weights to read (a pickle such as "
                           "pytorch_model.bin could run code and is not opened: transformers' from_pretrained(..) and "
@@ -561,7 +566,7 @@ def config_of(folder):
 # -------------------------------------------------------------------------------------------------------- verification
 
 class Unlike(ConfigError):
-    """The model that was written differs from the one that was given."""
+    """A written model differs from the original, or cannot be read back."""
 
 
 class Uncached(importlib.machinery.SourceFileLoader):
@@ -583,7 +588,7 @@ def logits_of(model, n=CHECK_TOKENS):
 
 
 def rounded(lm, dtype, kind):
-    """The LM with its weights as a file of this dtype holds them."""
+    """The LM with its weights rounded to this dtype, as in an exported file."""
     return lm if dtype == torch.float32 else filled(lm.config, to_hf(lm, dtype, kind=kind)[1], kind)
 
 
@@ -595,8 +600,8 @@ def fingerprint(logits):
 
 
 def checksums(config, texts):
-    """{name: sha256} of config.json, without the weights' checksum that `write` adds, and of other files, {name:
-    text}."""
+    """{name: sha256} of config.json and of `texts`, {name: text}. config.json does not yet contain the weights'
+    checksum, which `write_files` adds."""
     texts = {**texts, "config.json": json.dumps(config, sort_keys=True)}
     return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
@@ -628,7 +633,7 @@ def in_transformers(folder, kind):
             module = sys.modules[name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
             loader = module.LonghornForCausalLM
-        how |= {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}  # named below
+        how |= {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}  # raised below
         model, report = loader.from_pretrained(folder, **how)
     except Exception as error:  # transformers raises a dozen kinds
         raise Unlike(f"it cannot be loaded ({' '.join(str(error).split())[:200]})") from error
@@ -645,11 +650,11 @@ def logits_from(model, n):
 
 
 def compare(expected, logits, kind, why=()):
-    """The largest difference over the largest expected value. Raises Unlike, with what may be why."""
+    """The largest difference over the largest expected value. Raises Unlike, with the possible reasons `why`."""
     most = TOLERANCE["transformers" if kind in ARCHITECTURES else OURS]
     difference = float((logits - expected).abs().max() / expected.abs().max())
     if not difference <= most:  # nan, too
-        differ = f"its logits differ by {difference:.0e} of the largest, and rounding by at most {most:.0e}"
+        differ = f"its logits differ by {difference:.0e} of the largest; rounding explains at most {most:.0e}"
         if math.isnan(difference):
             differ = "its logits are not finite: look for NaN or infinity in its weights"
         raise Unlike("; ".join([differ, *why]))
@@ -657,7 +662,7 @@ def compare(expected, logits, kind, why=()):
 
 
 def compare_with_record(recorded, logits, kind):
-    """As `compare`, but with what an export recorded. Raises Unlike."""
+    """Like `compare`, but with the logits that an export recorded. Raises Unlike."""
     return compare(torch.tensor(recorded["logits"]), torch.tensor(fingerprint(logits)["logits"]), kind)
 
 
@@ -690,7 +695,7 @@ def as_recorded(folder, there, files=()):
 
 
 def check_folder(config):
-    """--check: every file but the model card, and the logits against those at the export."""
+    """Run --check: verify every file but the model card, and compare the logits with those at the export."""
     folder = Path(config.check)
     there = config_of(folder)
     try:
@@ -749,7 +754,7 @@ def model_card(config, lm, meta, there, verified):
 
 
 def code_of(folder):
-    """Which code trained a run, in words."""
+    """The code that trained a run, in words."""
     try:
         with fields():
             ran_in = read_json(folder / "config.json")["environment"]
@@ -768,7 +773,7 @@ def main(argv):
     if config.check and not (config.out_dir or config.to or config.from_hf):
         return check_folder(config)
     if not config.out_dir or bool(config.to) == bool(config.from_hf) or config.check:
-        raise ConfigError("give --out_dir and either --to, to export its model, or --from_hf, to import one; or "
+        raise ConfigError("give --out_dir and either --to, to export its model, or --from_hf, to import a model; or "
                           "--check, to verify an exported folder")
     if config.to and config.tokenizer != "auto" or config.from_hf and "dtype" in config.overrides:
         raise ConfigError("--tokenizer works with --from_hf only, --dtype with --to only: a checkpoint's weights are "

@@ -3,10 +3,10 @@
     self.in_proj = linear(d, 2 * d_inner, start=uniform(d ** -0.5), parts=[d_inner, d_inner])
     self.dt_bias = parameter(d_inner, start=constant(0.0))
 
-A start is a function that fills a tensor in place. `draw` gives each parameter a random stream of its own, seeded by
-its name. So an edit of one parameter leaves all others as they were. A parameter with a start is NaN until then;
-writing to it in a constructor is refused, since it would be lost. An nn.Linear or nn.Parameter without a start keeps
-its values.
+A start is a function that fills a tensor in place. `draw` gives each parameter its own random stream, seeded by its
+name. So if you edit one parameter, all others start from the same values as before. A parameter with a start is NaN
+until `draw`. Writing to it in a constructor is refused, because `draw` would overwrite it. An nn.Linear or nn.Parameter
+without a start keeps its values.
 """
 
 import itertools
@@ -21,10 +21,10 @@ COUNT = itertools.count()
 
 
 def linear(n_in, n_out, start=None, bias=None, parts=None):
-    """An nn.Linear(n_in, n_out). start, bias: starts of its weight and bias; bias None: no bias.
+    """Return an nn.Linear(n_in, n_out). start, bias: starts of its weight and bias; bias None: no bias.
 
-    parts: the rows of each map, if several are fused in one matrix (Muon treats each by itself); None: one map. Raises
-    ValueError unless they add up to n_out.
+    parts: the number of rows of each map, if one matrix fuses several maps (Muon treats each map separately); None: one
+    map. Raises ValueError unless the parts add up to n_out.
     """
     if parts and sum(parts) != n_out:
         raise ValueError(f"parts {parts} must add up to the {n_out} rows of the linear map")
@@ -38,15 +38,18 @@ def linear(n_in, n_out, start=None, bias=None, parts=None):
 
 
 def parameter(*shape, start):
-    """An nn.Parameter of this shape."""
+    """Return an nn.Parameter of this shape, NaN until `draw`."""
     return to_draw(nn.Parameter(torch.empty(shape)), start)
 
 
 def to_draw(p, start):
-    """The parameter p, which is NaN until `draw`: its bits are its own, and change with any arithmetic, even
-    p.data.mul_(0.5). Raises ValueError unless start is a function."""
+    """Fill the parameter p with NaN until `draw`, and return it. Raises ValueError unless start is a function.
+
+    Each parameter gets a NaN with bits of its own. Any arithmetic changes these bits, even p.data.mul_(0.5), so `draw`
+    can tell if p was written to.
+    """
     if not callable(start):
-        raise ValueError(f"start={str(start)[:40]} is not a function of the parameter, as constant(0.0) is")
+        raise ValueError(f"start={str(start)[:40]} is not a function of the parameter: give one, such as constant(0.0)")
     steps = 0.25 / torch.finfo(p.dtype).eps
     p.undrawn = int(next(COUNT) % steps - 3 * steps)
     bits_of(p).fill_(p.undrawn)
@@ -60,15 +63,15 @@ def bits_of(p):
 
 
 def seed_device(tensor, seed):
-    """torch.manual_seed(seed), but only for the CPU if the tensor is there: PyTorch would format the stack for each
-    unused device, which takes 0.4 ms or more."""
+    """torch.manual_seed(seed), but only on the CPU if the tensor is there. For each unused device PyTorch would format
+    the stack, which takes 0.4 ms or more."""
     (torch.default_generator if tensor.is_cpu else torch).manual_seed(seed)
 
 
 @torch.no_grad()
 def draw(model, seed):
-    """Fill every parameter that has a start, each from the stream of (seed, name). seed: a tensor () of int64; on the
-    meta device nothing is drawn. Raises ValueError if a parameter has already been written to."""
+    """Fill every parameter that has a start, each from its random stream of (seed, name). seed: a tensor () of int64;
+    on the meta device nothing is drawn. Raises ValueError if a parameter has already been written to."""
     if seed.is_meta:
         return
     before = torch.get_rng_state()
@@ -76,7 +79,7 @@ def draw(model, seed):
         start = getattr(p, "start", None)
         if start is not None:
             if (bits_of(p) != p.undrawn).any():
-                raise ValueError(f"{place(model, name)} has been written to, and has a start that is drawn afterwards: "
+                raise ValueError(f"{place(model, name)} has been written to, but its start would overwrite that: "
                                  "write start=..., or drop one of the two")
             stream = int(np.random.SeedSequence([seed.item(), *name.encode()]).generate_state(1)[0])
             seed_device(p, stream)
@@ -86,7 +89,7 @@ def draw(model, seed):
 
 
 def place(model, name):
-    """'GLA.out_proj.weight': of the mixer that has the parameter, or of the model."""
+    """Name a parameter by its mixer's class, or the model's: 'GLA.out_proj.weight'."""
     branch, _, inner = name.rpartition(".mixer.")
     module = model.get_submodule(f"{branch}.mixer") if branch else model
     return f"{type(module).__name__}.{inner}"
@@ -135,11 +138,11 @@ def dense(fan_in):
 
 
 def xavier(fan_out, fan_in, gain):
-    """Glorot's uniform for a map (fan_out, fan_in)."""
+    """Glorot's uniform distribution for a map (fan_out, fan_in), times `gain`."""
     return uniform(gain * math.sqrt(6 / (fan_in + fan_out)))
 
 
 def to_residual(config):
-    """GPT-2's scale for maps that write to the residual stream, whose variance then does not grow with the number of
-    branches."""
+    """GPT-2's scale for maps that write to the residual stream. It keeps the stream's variance from growing with the
+    number of branches."""
     return normal(0.02 / math.sqrt(config.n_branches))

@@ -11,10 +11,10 @@
     Mesa             H = a H' + beta k^T k,  U = a U' + beta k^T v          o = q (H + diag(L))^-1 U
     Mamba-2          S = a S' + D B^T x                                     y = C S
 
-A memory that should answer k with v follows the gradient flow dS/dt = -k^T (k S - v). A delta rule takes one step of it
-per token, chosen in STEPS. Forward Euler (eps = beta) is DeltaNet's own; it is stable for beta |k|^2 < 2, which keys of
-length 1 ensure. Backward Euler is Longhorn's, here with one eps per head, and stable for keys of any length. The third
-follows the flow exactly.
+A memory that should answer k with v follows the gradient flow dS/dt = -k^T (k S - v). A delta rule takes one step along
+this flow per token; STEPS lists three kinds of step. Forward Euler (eps = beta) is DeltaNet's. It is stable for
+beta |k|^2 < 2, which keys of length 1 ensure. Backward Euler is Longhorn's, here with one eps per head. It is stable
+for keys of any length. The exact step follows the flow without error.
 
 model.py explains what a mixer is.
 """
@@ -64,8 +64,8 @@ def wide(a):
 
 
 def token_shift(x, last, mus):
-    """For each mu (d,) in mus: x (B, T, d) mixed with the token before. Before the first token comes `last` (B, d) or
-    zeros, before the first of a packed document zeros."""
+    """For each mu (d,) in mus, mix x (B, T, d) with the previous token. The first token is mixed with `last` (B, d) or
+    zeros, the first token of a packed document with zeros."""
     first = torch.zeros_like(x[:, :1]) if last is None else last[:, None].to(x.dtype)
     before = torch.cat([first, x[:, :-1]], 1)  # (B, T, d)
     packed = documents_of(x) if last is None else None
@@ -101,8 +101,8 @@ class Retention(nn.Module):
         S = gamma_h S' + k^T v,  gamma_h = 1 - 2^(-5-h);  o = q S
         out = W_o (silu(g) * RMSNorm_head(o))
 
-    The published code also divides o by sums of absolute weights before the norm, which is left out here. The norm
-    cancels it only if its eps is negligible next to mean(o^2): at 1e-5 the first token differs by 24%.
+    The published code also divides o by sums of absolute weights before the norm; this code does not. The norm cancels
+    the division only if its eps is negligible next to mean(o^2): at 1e-5 the first token differs by 24%.
     """
 
     operator = "retention"
@@ -162,7 +162,7 @@ class RetNetGLU(SwiGLU):
 
 
 class RWKVTimeMix(nn.Module):
-    """The time mix of RWKV 5.1, which Table 1 counts: Eagle's with one decay and one bonus per head (Peng et al. 2024).
+    """The time mix of RWKV 5.1 (Table 1's RWKV): Eagle's with one decay and one bonus per head (Peng et al. 2024).
 
         x_c = x + (x_before - x) * mu_c  for c in r, k, v, g
         r, k, v = W_r x_r, W_k x_k, W_v x_v;  g = silu(W_g x_g);  w = exp(-exp(decay)) per head
@@ -243,11 +243,11 @@ class RWKV4ChannelMix(RWKVChannelMix):
 
 
 class SlidingWindow(Attention):
-    """LLaMA's attention over the last `window` tokens, including the current one; 0: half of block_size. The cache
-    holds that many tokens.
+    """LLaMA's attention over the last `window` tokens, including the current token; 0: half of block_size. The cache
+    holds `window` tokens.
 
-    Only differences of rotary angles matter, so the cache holds keys before rotation and its oldest key is at position
-    0: the angles stay small however long the text is.
+    Only differences of rotary angles matter. So the cache holds keys before rotation, and its oldest key is at position
+    0. The angles stay small however long the text is.
     """
 
     def __init__(self, config, layer):
@@ -459,7 +459,7 @@ class Mesa(DeltaNet):
         H = a H' + beta k^T k;  U = a U' + beta k^T v;  o = (q / sqrt(n)) (H + diag(L))^-1 U
         out = W_o (RMSNorm_head(o) * weight)
 
-    The delta rule takes one step per token towards this regression's solution and keeps no H. `step` does not apply.
+    The delta rule takes one step per token towards this regression's solution and keeps no H. --step has no effect.
     v is convolved and passed through SiLU like q and k; in flash-linear-attention's layer it is W_v x alone.
     """
 
@@ -553,7 +553,7 @@ FAMILIES |= {
     "swa": [SlidingWindow, SwiGLU],
     "longhorn_exact": [LonghornExact, LonghornExact],
 }
-# RWKV-4's norms have a bias in its published weights and in transformers, the reference here.
+# RWKV-4's norms have a bias in the published weights and in transformers, our reference.
 NORMS |= {"rwkv": lambda config: nn.LayerNorm(config.n_embd, config.norm_eps, bias=False),
           "rwkv4": lambda config: nn.LayerNorm(config.n_embd, config.norm_eps)}
 EMBEDDING_NORMS.add("rwkv4")

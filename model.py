@@ -1,9 +1,9 @@
 """The skeleton (embedding, layers of residual branches, norm, tied head), and Longhorn, Mamba, GLA and LLaMA on it.
 
-A layer is a list of branches, h = h + mixer(norm(h)), and a family is that list (FAMILIES, below the mixers). LLaMA's
-is [Attention, SwiGLU]. Longhorn has no MLP and uses two Longhorn branches instead. To add a family: one class with a
-`forward`, one row in FAMILIES, one file in config/. The other families are in mixers.py and families/, which add their
-rows to FAMILIES when they are imported.
+A layer is a list of branches, each h = h + mixer(norm(h)). A family is the list of its mixers, a row of FAMILIES below.
+LLaMA is [Attention, SwiGLU]. Longhorn has no MLP and uses two Longhorn branches instead. To add a family: one class
+with a `forward`, one row in FAMILIES, one file in config/. The other families are in mixers.py and families/, which add
+their rows to FAMILIES when they are imported.
 
 A branch also takes and returns a state, so the code that trains on whole sequences also generates token by token and
 reads long texts in chunks.
@@ -71,9 +71,9 @@ from kernels.scan import longhorn_scan, selective_scan
 class ModelConfig:
     # --- model
     model: str = "longhorn"  # family: longhorn, mamba, llama, gla, retnet, rwkv, or another in FAMILIES
-    pattern: str = ""  # a family per layer, repeated to n_layer, e.g. longhorn*3,llama; empty: model in every layer
+    pattern: str = ""  # families of the layers, repeated to n_layer, e.g. longhorn*3,llama; empty: model in every layer
     n_layer: int = 12  # layers; two residual branches each, in the paper's families
-    n_head: int = 12  # heads (families with heads)
+    n_head: int = 12  # number of heads, in families with heads
     n_embd: int = 768  # width of the residual stream
     block_size: int = 1024  # context length in training, in tokens
     vocab_size: int = 50304  # GPT-2's 50257 padded to a multiple of 64
@@ -84,12 +84,12 @@ class ModelConfig:
     mlp_multiple: int = 256  # round hidden widths of SwiGLU and RWKV's channel mix up to a multiple of this
     step: Literal["explicit", "implicit", "exact"] = "explicit"  # step of the delta rule; see STEPS in mixers.py
     normalize_keys: bool = True  # delta rule: divide keys by their length
-    window: int = 0  # tokens that swa attends to; 0: half of block_size
+    window: int = 0  # tokens in the attention window of the family swa; 0: half of block_size
     documents: Literal["join", "pack"] = "join"  # pack: start each document in a window from an empty state
     end_of_text: int = -1  # with pack: the token that ends a document; -1: the dataset's
     loss_from_logits: bool = False  # train on LM.forward's logits, so that you can edit them; needs more memory
-    norm_eps: float = 1e-5  # of the norms before branches and before the head
-    tie_head: bool = True  # the head is the embedding; false: a matrix of its own
+    norm_eps: float = 1e-5  # eps of the norms before branches and before the head
+    tie_head: bool = True  # use the embedding as the head; false: give the head its own matrix
     backend: str = ""  # which operators run: torch (plain PyTorch, to edit), cpu, cuda, fused; empty: the fastest
 
     places = range(1024)  # indices of the layers to build (the self-check builds fewer)
@@ -101,7 +101,7 @@ class ModelConfig:
         for part in pattern.split(","):
             parsed = re.fullmatch(r"\s*(\w+?)\s*(?:\*\s*([1-9]\d{0,3}))?\s*", part)
             if not parsed:
-                raise ValueError(f"pattern {pattern!r}: expected family names, as longhorn*3,llama")
+                raise ValueError(f"pattern {pattern!r}: expected family names, such as longhorn*3,llama")
             family, times = parsed.groups()
             if family not in FAMILIES:
                 others = "" if "rwkv" in FAMILIES else "; `import families` adds the others"
@@ -115,7 +115,7 @@ class ModelConfig:
         return list(itertools.islice(itertools.cycle(self.unrolled), self.n_layer))
 
     def check_pattern(self):
-        """Raises ValueError if the pattern is so much longer than n_layer that one of its families has no layer."""
+        """Raises ValueError if n_layer is too small for each family of the pattern to have a layer."""
         names, n = self.unrolled, self.n_layer
         for family in names[n:]:
             if family not in names[:n]:
@@ -133,13 +133,13 @@ BACKENDS = ("", *choose.BACKENDS)
 
 # -------------------------------------------------------------------------------------------------------------- mixers
 # A mixer is an nn.Module built from (config, layer index). Its constructor sets how each parameter starts
-# (initialisation.py). Then it has:
-#   forward(x, state=None) -> (y, state)  x, y (B, T, n_embd); state: tensors (B, ...); None: start empty, keep none
+# (initialisation.py). A mixer has:
+#   forward(x, state=None) -> (y, state)  x, y (B, T, n_embd); state: tensors (B, ...); None: start empty, return None
 #   initial_state(batch_size, device)     the state before the first token; mixers without it have forward(x) -> y
-#   passes = True                         forward(x, state, passed) -> (y, state, passed): takes what the previous such
-#                                         mixer passed on (None at the first) and returns what to pass on to the next
-#   operator                              the operator that mixes tokens, a key of kernels.choose.BODIES, which also
-#                                         gives the FLOPs (inspection/counting.py); without an operator set `flops`
+#   passes = True                         forward(x, state, passed) -> (y, state, passed): `passed` comes from the
+#                                         previous mixer with passes (None in the first) and goes on to the next one
+#   operator                              name of the operator that mixes tokens, a key of kernels.choose.BODIES;
+#                                         FLOPs are counted by operator (inspection/counting.py), else set `flops`
 
 
 class ScanBlock(nn.Module):
@@ -175,9 +175,9 @@ class ScanBlock(nn.Module):
         return y, None if state is None else (conv_state(x, x_before, self.W), hT)
 
     def mix(self, x, z, x_before=None, h0=None, reverse=False):
-        """The convolution and the scan. Image models also run them in reverse."""
+        """Apply the convolution and the scan. Image models also run them in reverse."""
         x = causal_conv1d(x, self.conv_weight, self.conv_bias, x_before, reverse=reverse, backend=self.backend)
-        # again(x) is x: the convolution's backward then adds the gradients from here and from the scan itself
+        # again(x) is x, but lets the convolution's backward add the gradients from here and from the scan
         r, k, q = self.x_proj(again(x)).split([self.R, self.N, self.N], -1)  # (B, T, R), (B, T, N), (B, T, N)
         dt = self.dt_proj(r)  # (B, T, d_inner)
         return self.scan(x, dt, k, q, z, h0, **({"reverse": True} if reverse else {}))
@@ -263,10 +263,12 @@ def apply_rotary(x, cos, sin):
 
 
 def rotary_tables(first, last, pairs, device, steps=None, constant=False):
-    """Cosine and sine (last - first, pairs), float32, of position * 10000 ** -(i / steps) for pair i at positions
-    first .. last - 1. steps: `pairs` by default. constant: compiled layers load the tables; recomputing them for every
-    channel took a fifth of LLaMA's step on an H200."""
-    if constant:  # operator.index: plain numbers, for the compiler too
+    """Cosine and sine of the rotary angles at positions first .. last - 1: two float32 tensors (last - first, pairs).
+
+    The angle of pair i is position * 10000 ** -(i / steps), and steps is `pairs` by default. constant: bake the tables
+    into compiled layers. Recomputing the tables for every channel took a fifth of LLaMA's step on an H200.
+    """
+    if constant:  # operator.index: plain integers, also for the compiler
         return constant_rotary_tables(operator.index(first), operator.index(last), pairs, device, steps)
     frequency = 10000.0 ** -(torch.arange(pairs, device=device) / (steps or pairs))
     angle = torch.arange(first, last, device=device)[:, None] * frequency
@@ -352,13 +354,13 @@ class GLA(nn.Module):
         return torch.zeros(batch_size, self.H, self.n, 2 * self.n, device=device)
 
 
-FAMILIES = {  # mixers.py and the files of families/ add theirs
+FAMILIES = {  # mixers.py and the files in families/ add more
     "longhorn": [Longhorn, Longhorn],
     "mamba": [Mamba, Mamba],
     "llama": [Attention, SwiGLU],
     "gla": [GLA, SwiGLU],
 }
-NORMS = {}  # family -> function of the config that makes its norm; all others use RMSNorm
+NORMS = {}  # family -> function(config) that builds its norm; all other families use RMSNorm
 EMBEDDING_NORMS = set()  # families that normalise the embedding
 POSITIONS = {}  # family -> its learned positions
 
@@ -393,13 +395,13 @@ class Branch(nn.Module):
             out = self.mixer(x, state) if self.has_state else self.mixer(x)
             out = (*out, passed) if isinstance(out, tuple) else (out, None, passed)
         if not (isinstance(out, tuple) and len(out) == 3) or state is not None and out[1] is None:
-            raise ConfigError(f"{where_is(type(self.mixer))}: forward must return y, or y and the next state if it is "
-                              "given one; with passes = True y, a state and what is passed on")
+            raise ConfigError(f"{where_is(type(self.mixer))}: forward must return y, or (y, state) if it is given a "
+                              "state; with passes = True it must return (y, state, passed)")
         y = out[0]
         if not torch.is_tensor(y) or y.shape != h.shape or torch.promote_types(y.dtype, h.dtype) != h.dtype:
             raise ConfigError(f"{where_is(type(self.mixer))}: forward returned "
                               f"{(*y.shape, y.dtype) if torch.is_tensor(y) else str(y)[:80]} for x "
-                              f"{(*h.shape, h.dtype)}: return y of x's shape (B, T, n_embd), in no more bits")
+                              f"{(*h.shape, h.dtype)}: return y of x's shape (B, T, n_embd) and at most its precision")
         return out
 
     @property
@@ -415,7 +417,7 @@ class Branch(nn.Module):
         for a in tensors_of(state):
             if a.dim() > 1 and len(a) != batch_size:
                 raise ConfigError(f"{where_is(type(self.mixer))}: initial_state({batch_size}, device) has a tensor "
-                                  f"{tuple(a.shape)}: give it ({batch_size}, ...), a row per sequence")
+                                  f"{tuple(a.shape)}: make it ({batch_size}, ...), with a row per sequence")
         return state
 
 
@@ -436,7 +438,7 @@ class Layer(nn.Module):
 
 
 def where_is(cls):
-    """'Mamba (model.py)'."""
+    """Name a class and its file: 'Mamba (model.py)'."""
     return f"{cls.__name__} ({cls.__module__.replace('.', '/')}.py)"
 
 
@@ -457,15 +459,15 @@ def tensors_of(state):
 
 
 def emptied(state, empty, rows):
-    """The state with some rows, (B,) of bool, reset to `empty`. Raises ValueError if that would shorten the cache of
-    some rows but not of others."""
+    """Return `state` with some rows, (B,) bool, reset to `empty`. Raises ValueError if that would shorten the cache of
+    only some rows."""
     if rows.all():
         return empty
     if isinstance(state, (list, tuple)):
         return type(state)(emptied(part, new, rows) for part, new in zip(state, empty, strict=True))
     if state.shape != empty.shape:
-        raise ValueError("documents=pack: documents end at different places in the rows of a batch, and the cache of "
-                         "attention has one length for all rows: read the rows one at a time")
+        raise ValueError("documents=pack: documents end at different places in the rows of a batch, but attention's "
+                         "cache has one length for all rows: read the rows one at a time")
     return torch.where(rows.view(-1, *[1] * (state.dim() - 1)), empty.to(state.dtype), state)
 
 
@@ -474,7 +476,7 @@ def norm_of(family):
 
 
 def check_sizes(config):
-    """Raises ValueError for sizes that no model has, and for an unknown backend."""
+    """Raises ValueError for impossible sizes and for an unknown backend."""
     for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "d_state", "d_conv", "expand",
                  "mlp_multiple"):
         most = 1024 if name == "n_layer" else 2**31 - 1
@@ -493,16 +495,16 @@ def check_sizes(config):
 class LM(nn.Module):
     """A language model of any family or pattern of families: `logits, loss = LM(config)(idx, targets)`.
 
-    Raises ValueError for an unknown family or backend or sizes that do not fit together, RuntimeError for a backend
-    that is not installed.
+    Raises ValueError for an unknown family or backend and for sizes that do not fit together, RuntimeError for a
+    backend that is not installed.
     """
 
     def __init__(self, config):
         super().__init__()
         check_sizes(config)
         self.config = config
-        # Draw the seed first: PyTorch's constructors consume random numbers. Not randint or Embedding(V, d): on "meta"
-        # they import modules for a second.
+        # Draw the seed first: PyTorch's constructors consume random numbers. Avoid randint and Embedding(V, d): on the
+        # meta device they spend a second on imports.
         seed = torch.empty((), dtype=torch.int64).random_(2**31)
         self.embed = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd), freeze=False)
         to_draw(self.embed.weight, normal(0.02))
@@ -518,7 +520,7 @@ class LM(nn.Module):
             self.check_documents()
 
     def build_layers(self, config):
-        """The layers of the config's pattern."""
+        """Build the layers of the config's pattern."""
         layers = []
         for i, family in enumerate(config.families):
             if i in config.places:
@@ -526,7 +528,7 @@ class LM(nn.Module):
                     layers.append(Layer(config, FAMILIES[family], i, norm_of(family)))
                 except (TypeError, AttributeError, NameError) as error:
                     raise ConfigError(f"{family} cannot be built: {described(error)}: its row of FAMILIES is a list of "
-                                      "classes, each an nn.Module of (config, layer)") from error
+                                      "classes, each an nn.Module built from (config, layer)") from error
         return layers
 
     def check_documents(self):
@@ -534,8 +536,8 @@ class LM(nn.Module):
         for _, branch in self.branches():
             if getattr(branch.mixer, "operator", "") not in MIX_TOKENS:
                 raise ValueError(f"documents=pack: {where_is(type(branch.mixer))} mixes tokens without an operator of "
-                                 "kernels/, and only those reset at document boundaries: give it operator = None if "
-                                 "its forward does (docs/adding-a-model.md), or use --documents=join")
+                                 "kernels/, and only these operators reset at document boundaries: set operator = None "
+                                 "if its forward resets too (docs/adding-a-model.md), or use --documents=join")
         if self.positions is not None:
             raise ValueError("documents=pack: positions are counted from the window's first token, not from the "
                              "document's: use --documents=join")
@@ -550,8 +552,8 @@ class LM(nn.Module):
             loss_only: return None as logits; in 16 bits this takes a sixth of the memory (`linear_cross_entropy`).
 
         Returns:
-            (logits, loss), logits (B, T, vocab_size), loss the mean cross-entropy in nats or None without targets;
-            with a state (logits, loss, state).
+            (logits, loss), or (logits, loss, state) if a state was given. logits: (B, T, vocab_size); loss: the mean
+            cross-entropy in nats, or None without targets.
 
         Raises ValueError for an idx of the wrong shape or dtype, a state of another model or batch size, and loss_only
         without targets.
@@ -589,7 +591,7 @@ class LM(nn.Module):
                              f"initial_state({batch_size}), or from the state that the previous call returned")
 
     def through_layers(self, idx, state=None):
-        """((B, T, n_embd) after the last layer, the layers' next state)."""
+        """Run the layers, and return (the last layer's output (B, T, n_embd), the next state)."""
         h = self.embed_norm(self.embed(idx))  # (B, T, n_embd)
         if self.positions is not None:
             h = h + self.positions(idx.shape[1], state)  # (1, T, n_embd)
@@ -597,7 +599,7 @@ class LM(nn.Module):
         if self.config.documents == "pack" and state is None:
             starts = (idx == self.config.end_of_text).roll(1, 1)
         after = []
-        passed = None  # what a layer passes on to the next
+        passed = None  # from one mixer to the next, see `passes` above
         with documents(starts):
             for layer, s in zip(self.layers, state or [None] * len(self.layers), strict=True):
                 h, s, passed = layer(h, s, passed)
@@ -605,8 +607,8 @@ class LM(nn.Module):
         return h, after
 
     def through_documents(self, idx, state):
-        """through_layers for packed documents read with a state: the token that ends a document empties the state,
-        since in training every document starts from an empty one."""
+        """Like through_layers, but for packed documents read with a state. The token that ends a document empties the
+        state, because in training every document starts from an empty state."""
         ends = idx == self.config.end_of_text  # (B, T)
         cuts = ends.any(0).nonzero()[:, 0] + 1
         cuts = cuts[cuts < idx.shape[1]].tolist()

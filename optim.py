@@ -25,7 +25,7 @@ def build_optimizers(model, config):
     with_decay = set(decayed(model))
     matrices = muon_matrices(model) if config.optimizer == "muon" else {}
     for_muon, for_decay, the_rest = [], [], []
-    for name, p in model.named_parameters():  # a shared one once
+    for name, p in model.named_parameters():  # a shared parameter comes once
         if name in matrices:
             for_muon.append((p, matrices[name]))
         elif name in with_decay:
@@ -67,8 +67,8 @@ def set_learning_rate(optimizers, factor):
 
 
 def muon_matrices(model):
-    """{name: rows of each part} of every linear map in the layers. A fused projection, such as in_proj for x and z, has
-    several parts (initialisation.py)."""
+    """{name: rows of each part} for every linear map in the layers. A fused projection, such as in_proj for x and z,
+    has several parts (initialisation.py)."""
     matrices = {}
     for branch_name, branch in model.branches():
         for name, module in branch.mixer.named_modules():
@@ -82,8 +82,8 @@ class Muon(never_compiled(torch.optim.Muon)):
     """torch.optim.Muon with the parts of a fused projection orthogonalised separately: x|z are two maps in one matrix.
 
     matrices: [(parameter (m, n), rows of its parts, which add up to m)]. Updates are scaled to AdamW's size (Liu et al.
-    2025), so that one learning rate suits both. A sharded matrix is gathered for its step, one matrix at a time,
-    because orthogonalisation needs all of it; its momentum stays sharded.
+    2025), so that one learning rate suits both. Orthogonalisation needs the whole matrix, so sharded matrices are
+    gathered for the step, one at a time; their momentum stays sharded.
     """
 
     def __init__(self, matrices, lr, weight_decay):

@@ -1,4 +1,4 @@
-"""Text from a checkpoint, streamed token by token from the recurrent state.
+"""Generate text from a checkpoint, token by token from the recurrent state.
 
     python sample.py --out_dir=out/longhorn_bpe
     python sample.py --out_dir=out/longhorn_bpe --prompt="def main():" --temperature=0.7 --top_k=50
@@ -33,23 +33,23 @@ from runtime import checkpoint, distributed
 from runtime.distributed import named_device
 from runtime.records import BadRecord, changed_files, code_identity, fields, read_json
 
-# Changes in these do not change what a trained model computes.
+# Changes in these files do not change what a trained model computes.
 MACHINERY = ("train.py", "optim.py", "configurator.py", "initialisation.py", "common/", "inspection/", "runtime/",
              "evaluation/")
 
 
 @dataclass
 class SampleConfig:
-    out_dir: str = "out/longhorn_bpe"  # the run's folder, or a checkpoint
+    out_dir: str = "out/longhorn_bpe"  # the run's folder, or a checkpoint file
     prompt: str = "\n"  # text to continue; -: read stdin; @FILE: read a file (UTF-8; any bytes for byte models)
     max_new_tokens: Count = 500  # tokens per sample
     num_samples: Count = 1  # number of samples
-    temperature: NotNegative = 0.8  # 0: always take the most likely token
+    temperature: NotNegative = 0.8  # randomness of sampling; 0: always take the most likely token
     top_k: Whole = 0  # sample from the k most likely tokens only; 0: all
     top_p: Annotated[float, Range(above=0, most=1)] = 1.0  # sample from the most likely tokens that together have this
     # probability
     seed: Whole = 1337  # random seed for sampling
-    vocab: str = ""  # folder with a tiktoken vocabulary's files (GPT-2: vocab.bpe, encoder.json), to need no network
+    vocab: str = ""  # folder with a tiktoken vocabulary's files (GPT-2: vocab.bpe, encoder.json), to work offline
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
 
     ARGUMENTS = ("out_dir",)
@@ -90,13 +90,13 @@ def load_model(place, device="cpu"):
 
 
 def code_since(folder, versions=None):
-    """A warning, with the way back, if code that computes the model has changed since the run in `folder` was trained;
-    "" if not, or if its config.json does not say. Also warns if that config.json belongs to another run than the
-    checkpoint, which ran with `versions` of the code."""
+    """A warning, with the way back, if code that computes the model has changed since the run in `folder` was trained.
+    "" if nothing has changed or the run's config.json does not say. Also warns if config.json belongs to another run
+    than the checkpoint, which ran with `versions` of the code."""
     with contextlib.suppress(BadRecord), fields():
         record = read_json(Path(folder) / "config.json")
         ran_in = record["environment"]
-        if versions and record["code_versions"][:len(versions)] != versions:  # more: resumed, not saved since
+        if versions and record["code_versions"][:len(versions)] != versions:  # longer if resumed, not saved since
             return (f"{folder}/config.json belongs to another run: it names code {ran_in['code']}, the checkpoint "
                     f"{', then '.join(versions)}; so this may be another model")
         changed = changed_files(ran_in["code_files"], code_identity()["code_files"])
@@ -112,8 +112,8 @@ def code_since(folder, versions=None):
 
 
 def sizes_of(settings):
-    """The ModelConfig for a run's settings, with the fastest backend. A run on the backend torch keeps it, since its
-    operators may be edited. Raises TypeError for a setting of the wrong type."""
+    """The ModelConfig for a run's settings, with the fastest backend. A run on the backend torch keeps it, because its
+    operators may have been edited. Raises TypeError for a setting of the wrong type."""
     given = checkpoint.settings_of(settings, dataclasses.fields(ModelConfig))
     if given["backend"] != "torch":
         given["backend"] = ""
@@ -121,7 +121,7 @@ def sizes_of(settings):
 
 
 def read_prompt(prompt, text):
-    """(the prompt to print, its tokens). Byte models take any bytes; all other tokenizers need UTF-8."""
+    """Return (the prompt to print, its tokens). Byte models take any bytes; all other tokenizers need UTF-8."""
     try:
         if prompt == "-":
             content = sys.stdin.buffer.read()
@@ -139,7 +139,7 @@ def read_prompt(prompt, text):
 
 @torch.no_grad()
 def stream(lm, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, chunk=4096):
-    """Yields `max_new_tokens` tensors (B,) sampled after the prompt idx (B, T >= 1), through the state.
+    """Yield `max_new_tokens` sampled tokens, tensors (B,), that continue the prompt idx (B, T >= 1) from its state.
 
     The prompt is read in chunks. After it, time and memory per token are constant for recurrent families, and grow with
     the cache for attention. temperature 0 takes the most likely token; top_k and top_p cut off the tail first.
@@ -163,7 +163,8 @@ def generate(lm, idx, max_new_tokens, **sampling):
 
 
 def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
-    """One token (B,) from logits (B, V). temperature 0: the most likely one. Raises ValueError for bad settings."""
+    """Sample a token (B,) from logits (B, V). temperature 0: the most likely token. Raises ValueError for bad
+    settings."""
     if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
         raise ValueError(f"temperature {temperature} must be >= 0, top_k {top_k} >= 1, top_p {top_p} in (0, 1]")
     if temperature == 0:
@@ -187,15 +188,15 @@ def main(argv):
     lm, meta = load_model(config.out_dir, device)
     if not meta["tokenizer"]:
         raise errors.ConfigError(f"{config.out_dir} does not name its tokenizer, which sampling needs: name "
-                                 "it where the model is imported (export.py --tokenizer) or its data are prepared")
+                                 "it when you import the model (export.py --tokenizer) or prepare its data")
     text = Text(meta["tokenizer"], meta["table"], config.vocab or None)
     prompt, tokens = read_prompt(config.prompt, text)
     if not tokens:
         raise errors.ConfigError("the prompt is empty: give at least one character")
     if max(tokens) >= lm.config.vocab_size:
         raise errors.ConfigError(f"the prompt has token {max(tokens)}, but the model's vocab_size is "
-                                 f"{lm.config.vocab_size}: its checkpoint's tokenizer {text.kind!r} is not the one it "
-                                 "was trained with")
+                                 f"{lm.config.vocab_size}: it was not trained with the tokenizer {text.kind!r} that "
+                                 "its checkpoint names")
     idx = torch.tensor([tokens], device=device)  # (1, T)
     generator = torch.Generator(device).manual_seed(config.seed)
     for i in range(config.num_samples):

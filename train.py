@@ -8,12 +8,12 @@
     torchrun --standalone --nproc_per_node=8 --max-restarts=9 train.py config/longhorn_350m.py --resume=auto
 
 The batch size is given in tokens. The micro-batch size and the number of processes change speed and memory, never the
-result: the windows of step s are a function of (seed, s) alone.
+result: the text windows of step s depend only on (seed, s).
 
 `python train.py --help` lists every setting. Records go to out/<name of the config file>/, see runtime/records.py.
-Everything around the step is in runtime/: the folder (checkpoints, resuming), telemetry (log, speed, pictures), signals
-and processes. To train something else, call `train` with your own model, data and evaluation, as experiments/recall/
-does.
+Everything around the step is in runtime/: the run's folder (checkpoints, resuming), telemetry (log, speed, plots),
+signals and processes. To train something else, call `train` with your own model, data and evaluation, as
+experiments/recall/ does.
 """
 
 if __name__ == "__main__":
@@ -54,16 +54,17 @@ from runtime.telemetry import Telemetry, in_words
 class TrainConfig(ModelConfig):
     # --- run
     out_dir: str = ""  # folder for the records; empty: out/<name of the last config file>, or out/<init_from>_tuned
-    resume: Literal["never", "auto", "must"] = "never"  # from the checkpoint in out_dir; auto: if any; must: else stop
+    resume: Literal["never", "auto", "must"] = "never"  # auto: continue from out_dir's latest checkpoint, if any;
+    # must: continue, or stop if there is none
     branch: str = ""  # RUN@STEP: start from that run's state after STEP, with another max_iters; see keep_steps
     init_from: str = ""  # a run's folder or a checkpoint: start from its weights (fine-tuning), with its architecture
-    eval_only: bool = False  # evaluate init_from's weights, else out_dir's latest, on their own data, and stop
+    eval_only: bool = False  # only evaluate the weights of init_from, or the latest in out_dir, on their own data
     seed: Seed = 1337  # random seed for the initial weights and the data order
-    self_check: Literal["on", "off", "only"] = "on"  # check kernels and states against plain PyTorch; only: then stop
+    self_check: Literal["on", "off", "only"] = "on"  # check kernels and states against plain PyTorch; only: then exit
     # --- data
-    dataset: str = "pystdlib"  # a prepared folder in data/, or a path; a mixture: a:0.8,b:0.2
+    dataset: str = "pystdlib"  # a prepared folder in data/, or its path; for a mixture: a:0.8,b:0.2
     block_size: Count = 1024  # context length in training, in tokens
-    vocab_size: Whole = 0  # 0: the dataset's, rounded up to a multiple of 64
+    vocab_size: Whole = 0  # tokens in the vocabulary; 0: the dataset's number, rounded up to a multiple of 64
     batch_tokens: Count = 524288  # tokens per optimiser step, over all processes and micro-batches
     micro_batch_size: Count = 8  # sequences per micro-batch on each process: as many as fit in memory
     # --- optimiser
@@ -71,12 +72,13 @@ class TrainConfig(ModelConfig):
     max_iters: Count = 4800  # optimiser steps
     learning_rate: Positive = 6e-4  # peak learning rate
     min_lr: NotNegative = -1.0  # learning rate at the last step (not with schedule=constant); -1: a tenth of the peak
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # after the warmup; wsd: constant, then 1 - sqrt decay
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # learning rate after the warmup;
+    # wsd: constant, then a 1 - sqrt decay
     warmup_iters: Whole = -1  # steps of linear warmup; -1: 5% of max_iters
-    decay_iters: Whole = -1  # steps of wsd's decay; -1: 20% of max_iters
+    decay_iters: Whole = -1  # steps of decay with schedule=wsd; -1: 20% of max_iters
     weight_decay: NotNegative = 0.1  # applied only to the weights of linear maps and the embedding
-    beta1: Annotated[float, Range(0, below=1)] = 0.9  # AdamW
-    beta2: Annotated[float, Range(0, below=1)] = 0.95  # AdamW
+    beta1: Annotated[float, Range(0, below=1)] = 0.9  # AdamW: decay rate of the mean gradient
+    beta2: Annotated[float, Range(0, below=1)] = 0.95  # AdamW: decay rate of the mean squared gradient
     grad_clip: NotNegative = 1.0  # maximum gradient norm; 0: no clipping
     max_bad_steps: Count = 10  # stop after this many consecutive steps with a non-finite loss or gradient
     # --- evaluation and records
@@ -86,18 +88,19 @@ class TrainConfig(ModelConfig):
     eval_block_size: Whole = 0  # tokens per validation window; 0: block_size
     log_interval: Count = 10  # steps between log lines
     checkpoint_interval: Whole = 0  # steps between checkpoints; 0: after each evaluation and at the end
-    keep_checkpoints: Count = 2  # how many of the latest checkpoints to keep, besides the best
-    keep_steps: str = ""  # comma-separated steps whose checkpoints are kept, for --branch
+    keep_checkpoints: Count = 2  # number of latest checkpoints to keep, besides the best
+    keep_steps: str = ""  # comma-separated steps whose checkpoints are kept for good, for --branch
     wandb: Literal["off", "online", "offline"] = "off"  # also log to Weights & Biases
     wandb_project: str = "longhorn"  # project in Weights & Biases
-    wandb_run_name: str = ""  # the run's name there; empty: its folder's name
+    wandb_run_name: str = ""  # the run's name in Weights & Biases; empty: the name of its folder
     # --- system
     device: str = "auto"  # auto: cuda if there is a GPU, else cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # dtype of matrix products; auto: bfloat16 where it is fast
     compile: bool = False  # torch.compile: slower to start, faster per step
     graphs: bool = False  # replay micro-batches as a CUDA graph, for when Python is the bottleneck; not timed yet
-    parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"  # replicas, shards, or shards within each machine
-    recompute: Literal["none", "block", "every_other"] = "none"  # layers whose activations are recomputed in backward
+    parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"  # ddp: replicas; fsdp: shards; hsdp: shards in each machine
+    recompute: Literal["none", "block", "every_other"] = "none"  # block, every_other: to save memory,
+    # recompute the activations of every layer, or of every other layer, in the backward pass
     timeout_minutes: Minutes = 10.0  # how long processes wait for each other before giving up
 
     FIRST = ("model", "n_layer", "n_embd", "block_size", "dataset", "batch_tokens", "micro_batch_size", "max_iters",
@@ -114,14 +117,14 @@ def train(config, model, data, evaluate, schedule=None):
     Args:
         config: a TrainConfig or a subclass, with out_dir, dtype and the sizes filled in.
         model: any nn.Module on its device; model(x, y, loss_only=True) -> (_, mean loss). Unless self_check is "off",
-            it must be an LM or have toy() and toy_batch(), see inspection/self_check.py. If it has after_step(), that
-            is called after each optimiser step. What after_step changes, such as an average of the weights, must be in
-            state_dict() to survive a resume: in a registered buffer, or through get_extra_state and set_extra_state as
-            in experiments/vision/classify.py. A plain attribute is lost.
-        data: micro_batches(step, rank, world_size, micro_batch_size) yields (x, y, weight). The weight is the
-            micro-batch's share of the step's targets other than -1 (at least one), times the number of processes. Also
+            it must be an LM or have toy() and toy_batch(), see inspection/self_check.py. If it has after_step(), the
+            loop calls it after each optimiser step. Whatever after_step changes, such as averaged weights, must be in
+            state_dict() to survive a resume. Use a registered buffer, or get_extra_state and set_extra_state as in
+            experiments/vision/classify.py. A plain attribute is lost.
+        data: micro_batches(step, rank, world_size, micro_batch_size) yields (x, y, weight). The weight is world_size *
+            (targets in the micro-batch) / max(1, targets in the step), where targets of -1 do not count. `data` also
             needs identity, meta and derived() for the records, and check_unchanged() (see TokenData).
-        evaluate: (model, final) -> {"val_loss": nats, ...}; all other metrics are logged, the final ones also go to
+        evaluate: (model, final) -> {"val_loss": nats, ...}. All other metrics are logged, and the final ones also go to
             result.json. "stop": True ends the run after this step.
         schedule: (step, config) -> learning rate as a fraction of the peak; default: learning_rate_factor.
 
@@ -134,7 +137,7 @@ def train(config, model, data, evaluate, schedule=None):
         line = self_check(model, dtype, config.compile)
         return distributed.say(line)
     with (Telemetry(config, device) as telemetry, Folder(config, model, data, telemetry.say) as folder,
-          Signals() as signals):  # Folder turns out-of-memory into one line
+          Signals() as signals):  # Folder turns out-of-memory into a one-line error
         telemetry.say(self_check(model, dtype, config.compile) if config.self_check == "on" else "self-check: off")
         forward = distributed.parallelize(model, config, data)  # torch.compile; DistributedDataParallel or fully_shard
         optimizers = build_optimizers(model, config)
@@ -188,8 +191,8 @@ def is_due(step, interval, config):
 def learning_rate_factor(step, config):
     """Learning rate at step 0 <= step < max_iters as a fraction of the peak: a linear warmup, then `schedule`.
 
-    cosine and wsd reach min_lr at the last step; wsd is constant until the last decay_iters steps, then falls as
-    1 - sqrt(fraction of the decay that is done) (Haegele et al. 2024, arXiv 2405.18392).
+    cosine and wsd reach min_lr at the last step. wsd is constant until the last decay_iters steps. Then it falls as
+    1 - sqrt(completed fraction of the decay) (Haegele et al. 2024, arXiv 2405.18392).
     """
     warmup = warmup_steps(config)
     low = 0.1 if config.min_lr < 0 else config.min_lr / config.learning_rate
@@ -232,8 +235,8 @@ def check(config):
         if step and not step.isdecimal():
             raise ConfigError(f"keep_steps {config.keep_steps}: expected comma-separated step numbers")
     if config.init_from and config.branch:
-        raise ConfigError(f"init_from={config.init_from} and branch={config.branch}: give one; a branch has its "
-                          "trunk's weights")
+        raise ConfigError(f"init_from={config.init_from} and branch={config.branch}: give one; a branch starts "
+                          "from its trunk's weights")
     if config.resume == "never" and env_int("TORCHELASTIC_MAX_RESTARTS", 0) > 0:
         raise ConfigError("resume=never: each restart by torchrun --max-restarts would start from scratch; use "
                           "--resume=auto")
@@ -245,9 +248,9 @@ def check_schedule(config):
         raise ConfigError(f"min_lr {config.min_lr} is above learning_rate {config.learning_rate}")
     if warmup >= config.max_iters > 1:
         raise ConfigError(f"warmup_iters {config.warmup_iters} must be below max_iters {config.max_iters}: choose a "
-                          "shorter warmup or more steps (in a sweep by --steps: its searches run half of them)")
+                          "shorter warmup or more steps (in a sweep: more --steps; its searches run half of them)")
     if config.schedule == "wsd" and warmup + decay > config.max_iters:
-        raise ConfigError(f"warmup of {warmup} and decay of {decay} steps are more than max_iters {config.max_iters}: "
+        raise ConfigError(f"warmup of {warmup} and decay of {decay} steps exceed max_iters {config.max_iters}: "
                           "choose smaller warmup_iters or decay_iters")
 
 
@@ -258,7 +261,7 @@ def seed_all(seed):
 
 
 def open_data(config, device):
-    """The config's dataset or mixture; fills in vocab_size and end_of_text. Raises ConfigError."""
+    """Open the config's dataset or mixture, and fill in its vocab_size and end_of_text. Raises ConfigError."""
     parts = []  # (tokens, share)
     for name, share in parse_mixture(config.dataset):
         tokens = Tokens(find_dataset(name), vocab_size=config.vocab_size or None, block_size=config.block_size)
@@ -285,13 +288,13 @@ def check_same_tokens(first, other, dataset):
     """Raises ConfigError if two prepared folders have different tokenizers or vocabularies."""
     for key in ("tokenizer", "table", "vocab_size"):
         if other.meta.get(key) != first.meta.get(key):
-            raise ConfigError(f"dataset={dataset}: {other.folder} has the tokenizer {other.meta['tokenizer']!r}, "
-                              f"{first.folder} {first.meta['tokenizer']!r}, or their vocabularies differ: prepare one "
-                              "of them again")
+            raise ConfigError(f"dataset={dataset}: {other.folder} (tokenizer {other.meta['tokenizer']!r}) and "
+                              f"{first.folder} ({first.meta['tokenizer']!r}) have different tokenizers or "
+                              "vocabularies: prepare one of them again")
 
 
 def build_model(config, device):
-    """The config's LM on the device. Raises ConfigError for impossible sizes or a backend that cannot run here."""
+    """Build the config's LM on the device. Raises ConfigError for impossible sizes or a backend that cannot run."""
     sizes = ModelConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)})
     try:
         sizes.check_pattern()
@@ -299,7 +302,7 @@ def build_model(config, device):
             parameters = sum(p.numel() for p in LM(sizes).parameters())
         needed, memory = 4 * parameters, distributed.memory_bytes(device)
         if needed > memory:
-            raise ConfigError(f"{parameters:,} parameters take {needed:,} bytes, and {device} has {memory:,}: "
+            raise ConfigError(f"{parameters:,} parameters take {needed:,} bytes, but {device} has {memory:,}: "
                               "choose a smaller n_embd, vocab_size or n_layer")
         model = LM(sizes).to(device)
         computed_by(model)  # chooses the backend of every operator
@@ -311,7 +314,7 @@ def build_model(config, device):
 
 
 def run_name(config, otherwise):
-    """What a run without an out_dir is called: as its last config file, or after init_from, or otherwise."""
+    """Name a run without an out_dir: after its last config file, else after init_from, else `otherwise`."""
     if config.config_files:
         return Path(config.config_files[-1]).stem
     if config.init_from:
@@ -326,14 +329,14 @@ def main(argv):
     if not config.out_dir:
         config.out_dir = f"out/{run_name(config, config.model)}"
     device = distributed.open_device(config)
-    initial = checkpoint.Initial(config, dataclasses.fields(ModelConfig))  # fills these settings in
+    initial = checkpoint.Initial(config, dataclasses.fields(ModelConfig))  # fills in these settings
     data = open_data(config, device)
     config.dtype = str(distributed.pick_dtype(config.dtype, device)).removeprefix("torch.")
     seed_all(config.seed)
     model = build_model(config, device)
     if model.positions is not None and config.eval_block_size > config.block_size:
-        raise ConfigError(f"eval_block_size {config.eval_block_size}: {config.model} has positions up to block_size "
-                          f"{config.block_size}")
+        raise ConfigError(f"eval_block_size {config.eval_block_size}: {config.model} has positions only up to "
+                          f"block_size {config.block_size}: choose that or less")
     distributed.say(initial.load(model, data))
     if config.eval_only:
         return distributed.say(in_words(Evaluate(config, data)(model, final=True)))

@@ -1,4 +1,4 @@
-# For two CPU cores and five minutes, on bytes of the Python standard library. The model is Longhorn unless a file that
+# Five minutes on two CPU cores, on bytes of the Python standard library. The model is Longhorn unless a file that
 # includes this one changes it. Settings were tuned for Longhorn and not for the other families.
 # Many small steps with short windows learn the most in so little time.
 n_layer = 3

@@ -1,4 +1,5 @@
-# nanoGPT's first example under its own name, with Longhorn: two epochs. First: python data/shakespeare_char/prepare.py
+# nanoGPT's first example under its own name, but with Longhorn, for two epochs.
+# First run: python data/shakespeare_char/prepare.py
 include("longhorn_laptop.py")
 dataset = "shakespeare_char"
 max_iters = 2000

@@ -6,9 +6,9 @@
 Requests are sorted by length, and a batch holds up to `batch_tokens` tokens. If the state has a constant size, a
 context's state is computed once for all its answers, batched with other contexts of the same length. Texts of any
 length are then read in pieces, in constant memory. Attention reads context and answer as one sequence; texts longer
-than a piece go through its growing cache. Models of packed documents start anew after an end-of-text token, as in
-training, so the separator before a text affects only the text's first token. Texts are truncated only by `max_length`;
-`longer` counts sequences longer than the training block.
+than a piece go through its growing cache. Models of packed documents start from an empty state after an end-of-text
+token, as in training. So the separator before a text affects only the text's first token. Texts are truncated only by
+`max_length`; `longer` counts sequences longer than the training block.
 
 evaluate.py is the program.
 """
@@ -33,14 +33,14 @@ from runtime import distributed
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 VERSION = importlib.metadata.version("lm_eval")
-LOGITS = 2**27  # most logits per call: half a gigabyte
+LOGITS = 2**27  # maximum number of logits per call: half a gigabyte
 
 
 class HarnessLM(TemplateLM):
     """lm: an LM in evaluation mode; text: its tokenizer, a data.tokenizer.Text.
 
-    batch_tokens: most tokens per forward pass; max_length: context limit in tokens, 0: none; dtype: of autocast. Under
-    torchrun every process scores a part of the requests.
+    batch_tokens: maximum tokens per forward pass; max_length: context limit in tokens, 0: no limit; dtype: autocast's
+    dtype. Under torchrun every process scores a part of the requests.
     """
 
     def __init__(self, lm, text, batch_tokens=8192, max_length=0, dtype=torch.float32):
@@ -117,7 +117,7 @@ class HarnessLM(TemplateLM):
         """[(log-likelihood in nats, True if every token is the most likely one)] for [(context, answer)], token ids."""
         answers = {}  # context: places in `pairs`
         for i, (context, answer) in enumerate(pairs):
-            if answer:  # it may be empty: tokenizers can join all of it to the context
+            if answer:  # may be empty: tokenizers can merge the whole answer into the context
                 answers.setdefault(tuple(self.see(context, answer)), []).append(i)
         scores = {}
         shared = [context for context, members in answers.items() if self.constant_state and len(members) > 1]
@@ -146,7 +146,7 @@ class HarnessLM(TemplateLM):
             rows = rows[size:]
 
     def state_before_last(self, contexts):
-        """The state from which answers start: after all but the last token of some contexts of the same length."""
+        """The state before the last token of each context, from which answers start. Contexts have the same length."""
         state = self.lm.initial_state(len(contexts))
         step = max(1, self.batch_tokens // len(contexts))
         last = len(contexts[0]) - 1
@@ -167,7 +167,7 @@ class HarnessLM(TemplateLM):
     def follow(self, rows, state=None):
         """{i: (log-likelihood, greedy)} of the tokens from `start` on, for rows (tokens, start >= 1, i), longest first.
 
-        state: that of the rows before their first token; None: the rows start a text.
+        state: the rows' state before their first token; None: the rows start a text.
         """
         nats = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
         greedy = torch.ones(len(rows), dtype=torch.bool, device=self.device)
@@ -243,7 +243,7 @@ def evaluate(lm, tasks, limit=None):
     """Evaluate tasks from `load_tasks`: {"results": {task: {metric: value, metric_stderr: value, ...}}, "versions":
     {task: ...}}; None on all ranks but 0.
 
-    limit: most documents per task. Each task also gets `documents`; `chance`, the accuracy of guessing; and
+    limit: maximum documents per task. Each task also gets `documents`; `chance`, the accuracy of guessing; and
     `perplexity`, exp of the mean loss per token of the right answers given their contexts.
     """
     for task in tasks["tasks"].values():

@@ -6,8 +6,8 @@
 The embedded tasks are multiple choice, made from the held-out files of data/pystdlib. The questions are the same for
 every model, but depend on the Python that prepared the data.
 
-    pystdlib_continuation   which of four pieces of 60 characters follows the 400 before; the wrong ones start other
-                            lines of the same file
+    pystdlib_continuation   which of four pieces of 60 characters follows the 400 characters before; the wrong pieces
+                            start other lines of the same file
     pystdlib_identifier     which of four names comes next: one was defined in the 600 characters before, the others
                             occur elsewhere in the file and are about as long
 
@@ -75,7 +75,7 @@ def held_out_files(folder):
 
 
 def continuation(rng, text):
-    """A question of pystdlib_continuation about a file; None if the place that was drawn yields none."""
+    """Make a question of pystdlib_continuation about a file; None if the random place in it allows no question."""
     starts = [m.start() for m in re.finditer(r"(?<=\n)[^\n]", text) if m.start() < len(text) - PIECE]
     at = rng.choice([s for s in starts if s >= CONTEXT] or [0])
     far = [s for s in starts if abs(s - at) > PIECE + CONTEXT]
@@ -92,7 +92,7 @@ def named_in(text):
 
 
 def identifier(rng, text):
-    """A question of pystdlib_identifier about a file; None if the place that was drawn yields none."""
+    """Make a question of pystdlib_identifier about a file; None if the random place in it allows no question."""
     names, definitions = named_in(text)
     if not definitions:
         return None
@@ -118,7 +118,7 @@ EMBEDDED = {"pystdlib_continuation": continuation, "pystdlib_identifier": identi
 
 
 def embedded(task, folder, n=QUESTIONS):
-    """An embedded task in the harness's format, with n questions. Raises DataError."""
+    """Make an embedded task in the harness's format, with n questions. Raises DataError."""
     import datasets
 
     texts = held_out_files(folder)
@@ -151,9 +151,9 @@ def embedded(task, folder, n=QUESTIONS):
 
 
 def import_harness():
-    """The module evaluation.harness. Raises ConfigError if lm_eval is not installed.
+    """Import the module evaluation.harness. Raises ConfigError if lm_eval is not installed.
 
-    Some tasks import Hugging Face's package `evaluate`, so that takes precedence over the script evaluate.py here.
+    Some tasks import Hugging Face's package `evaluate`, so this package takes precedence over our script evaluate.py.
     """
     paths = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
     spec = importlib.machinery.PathFinder.find_spec("evaluate", paths)

@@ -1,6 +1,6 @@
 """The validation loss over fixed windows: the same tokens for every model, micro-batch size and number of processes.
 
-train.py calls `Evaluate(config, data)` at each evaluation. To score a checkpoint on tasks use evaluate.py.
+train.py calls `Evaluate(config, data)` at each evaluation. To score a checkpoint on tasks, use evaluate.py.
 """
 
 import math
@@ -27,8 +27,8 @@ class Evaluate:
 
     def __call__(self, model, final=False):
         """{"val_loss": nats per token, "val_tokens", "val_bits_per_byte": if the data's bytes are known}. The final
-        evaluation adds the loss and tokens of each document; a window belongs to the document it begins in. If it uses
-        other windows than the earlier evaluations, "compare_loss" is the loss over theirs."""
+        evaluation adds the loss and tokens of each document; a window belongs to the document it begins in. If its
+        windows differ from those of earlier evaluations, "compare_loss" is the loss over the earlier windows."""
         parts = by_document(self.final_windows, self.data) if final else [self.windows]
         loss, losses, tokens = self.loss(model, parts)
         metrics = {"val_loss": loss, "val_tokens": sum(tokens)}

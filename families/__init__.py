@@ -1,7 +1,7 @@
-"""All families: those of model.py and mixers.py, and those of the files in this folder, where yours go too.
+"""All families: from model.py, mixers.py and the files in this folder. Put the files of your own families here.
 
-A file holds mixers and adds a row to FAMILIES. Every program imports this folder with all its files. A file that
-cannot be imported, changes an existing row, or adds an empty one ends the program with a line that names the file.
+A file defines mixers and adds a row to FAMILIES. Every program imports this folder with all its files. If a file cannot
+be imported, changes an existing row or adds an empty row, the program stops with a line that names the file.
 """
 
 import copy
@@ -20,6 +20,6 @@ for file in pkgutil.iter_modules(__path__):
         except SystemExit:
             raise ConfigError("it ends the program: leave out sys.exit") from None
         if FAMILIES | before != FAMILIES:
-            raise ConfigError("it changes a row that FAMILIES has already: choose another name, or remove one file")
+            raise ConfigError("it changes a row that FAMILIES already has: choose another name, or remove one file")
         if not all(FAMILIES.values()):
             raise ConfigError("it adds an empty row to FAMILIES: list the classes of a layer's branches")

@@ -1,6 +1,6 @@
-"""RWKV, RetNet and GLA as the paper's authors released them. What differs from mixers.py and model.py:
+"""RWKV, RetNet and GLA as the paper's authors released them. The differences from mixers.py and model.py:
 
-    rwkv_released     a learned position is added to the embedding: Table 1's parameters, to the digit
+    rwkv_released     a learned position is added to the embedding, which gives Table 1's parameter count to the digit
     retnet_released   an eps of 1e-6 in all norms, every weight N(0, 0.02)
     gla_released      k / sqrt(n) too, LayerNorm per head without parameters, maps to the residual stream N(0, 0.02)
 """
@@ -31,7 +31,7 @@ class CountingTimeMix(RWKVTimeMix):
 
 
 class LearnedPositions(nn.Embedding):
-    """(1, T, n_embd) to add to the embedding of T tokens that follow those in the state."""
+    """Positions (1, T, n_embd) to add to the embeddings of T tokens that follow the tokens in the state."""
 
     def __init__(self, config):
         super().__init__(config.block_size, config.n_embd)
@@ -39,7 +39,7 @@ class LearnedPositions(nn.Embedding):
 
     def forward(self, T, state=None):
         """Raises ValueError beyond block_size."""
-        past = 0 if state is None else int(state[0][0][-1][0])  # of the first layer's first branch
+        past = 0 if state is None else int(state[0][0][-1][0])  # counted by the first layer's first branch
         if past + T > len(self.weight):
             raise ValueError(f"rwkv_released has positions up to block_size {len(self.weight)}, not {past + T}: use "
                              "model=rwkv")

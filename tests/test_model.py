@@ -670,8 +670,8 @@ x[:, -1]         forward returned (3, 32, torch.float32) for x (3, 9, 32, torch.
 x[:1]            (1, 9, 32,
 x.double()       (3, 9, 32, torch.float64)
 None             returned None for x
-x                forward must return y, or y and the next state if it is given one
-(x, x)           initial_state(3, device) has a tensor (1, 3): give it (3, ...)
+x                forward must return y, or (y, state) if it is given a state
+(x, x)           initial_state(3, device) has a tensor (1, 3): make it (3, ...)
 (x, None, None)  with passes = True
 passes: x        with passes = True
 passes: (x, x)   with passes = True

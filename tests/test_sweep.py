@@ -737,7 +737,7 @@ duel gla                                    give two families
 duel gla gla@block_size=512 --dry-run       eval_block_size at 460K is 256 in gla's config and 512 in
 duel gla@a gla@b --dry-run                  gla@WORD twice: both would have the same seeds
 laptop nothing                              missing: config/nothing_laptop.py; write
-laptop --budgets=28 --dry-run               warmup of 26 and decay of 6 steps are more than max_iters 28
+laptop --budgets=28 --dry-run               warmup of 26 and decay of 6 steps exceed max_iters 28
 laptop gla --sizes=460K,120M                --sizes=460K,120M: there are 460K, 1.5M, 120m, 1b3, 340m,
 laptop --sizes=460K:n_layer=2               or another label
 laptop --sizes=a,b:n_layer=2                or another label
