@@ -1,4 +1,4 @@
-"""Plain attention, for the ViT and the recall benchmark; LLaMA's is in model.py."""
+"""Plain attention for the ViT and the recall benchmark; LLaMA's attention is in model.py."""
 
 import torch.nn as nn
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from model import split_heads
 
 
 class Attention(nn.Module):
-    """softmax(q k^T / sqrt(n)) v, with biases and without positions. A subclass may make it causal, or drop weights."""
+    """softmax(q k^T / sqrt(n)) v, with biases and without positions. A subclass may make it causal or add dropout."""
 
     operator = "F.scaled_dot_product_attention"
     causal = False
@@ -28,6 +28,6 @@ class Attention(nn.Module):
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
     def flops(self, T):
-        """q k^T and the weighted sum, per token."""
+        """FLOPs per token of q k^T and the weighted sum."""
         keys = (T + 1) / 2 if self.causal else T
         return 4 * self.out_proj.in_features * keys

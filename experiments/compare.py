@@ -1,25 +1,28 @@
-"""Comparing two families: the difference in loss, and the tokens that one needs for the other's loss, with intervals.
+"""Compare two families: how much their losses differ, and how many tokens one needs to reach the other's loss.
 
     difference d = loss of a - loss of b             over seeds that chose no learning rate, on all held-out documents
     variance     = s^2 / n                           s: SD of the differences of n pairs, if both have the same seeds
                    or s^2 (1/n_a + 1/n_b)            s: SD over seeds, pooled over a size's families if they agree
-                   + variance over documents         other texts would give another difference: clustered by document,
-                                                     less the noise of seeds in it
-                   + variance of the chosen rates    another search would give other rates: see rate_variance
-    interval     = d +- t sqrt(variance)             95%, degrees of freedom by Welch and Satterthwaite; of the seeds
-                                                     only, if the variance over documents is negative
+                   + variance over documents         the difference depends on the held-out text: clustered by
+                                                     document, minus the noise of the seeds
+                   + variance of the chosen rates    another search would choose other rates: see rate_variance
+    interval     = d +- t sqrt(variance)             95%, degrees of freedom by Welch and Satterthwaite, from the
+                                                     positive variances only
 
-    multiplier m = tokens a needs for b's loss / tokens b had          read off the curve over budgets of the better
-                   one; its interval combines the ends of d's interval and the error of the curve, both by Student's t
+    multiplier m = tokens a needs for b's loss / tokens b had          read off the better family's curve over budgets;
+                   its interval combines the interval of d with the error of the curve, both by Student's t
 
 Runs with the same seed are pairs: they see the same tokens in the same order, and parameters of the same name and shape
-start from the same values (initialisation.py). The closer two models are, the more of their noise is shared. An
-interval that contains 1 says how far apart the two may be: they are equal only within that.
-experiments/duel_simulation.py counts how many times an interval misses the truth.
+start from the same values (initialisation.py). The more alike two models are, the more noise they share. If an interval
+contains 1, its ends say how far apart the two may still be. experiments/duel_simulation.py measures how often intervals
+miss the truth.
 
-A family at a size has `documents` {tokens of the budget: {seed: losses (documents,)}}, `weights` (documents,): tokens
-of each, `search` {rate: {seed: loss}}, inf for a diverged run, and `search_noise`: (variance over seeds of a reported
-run of the search's budget, degrees of freedom).
+A family at a size has these attributes:
+
+    documents       {tokens of the budget: {seed: losses (documents,)}}
+    weights         (documents,), the tokens of each document
+    search          {rate: {seed: loss}}, inf for a diverged run
+    search_noise    (variance over seeds of the reported runs at the search's budget, degrees of freedom)
 """
 
 import math
@@ -36,7 +39,7 @@ CONFIDENCE = 0.95
 
 
 def best_rate(search):
-    """The vertex of a parabola in log rate through the best rate and its neighbours: a BestRate, or None without runs.
+    """The BestRate: the vertex of a parabola in log rate through the best rate and its neighbours. None without runs.
 
     search: {rate: {seed: loss}}; inf for a diverged run, which makes its rate the worst.
     """
@@ -49,15 +52,15 @@ def best_rate(search):
     rate = rates[i]
     beyond = {len(rates) - 1: rate * 2, 0: rate * 0.5}.get(i)
     three = slice(i - 1, i + 2)
-    if not beyond and np.isfinite(losses[three]).all():  # else a neighbour diverged, so no parabola
+    if not beyond and np.isfinite(losses[three]).all():  # otherwise a neighbour diverged: no parabola
         vertex, _, _ = parabola(np.log(rates[three]), losses[three])
         rate = float(f"{math.exp(vertex):.3g}")
     return BestRate(rate, beyond, means)
 
 
 def parabola(x, y):
-    """(x of the vertex, half the second derivative, derivative of the vertex by each y) of the parabola through three
-    points, the middle one being the lowest."""
+    """(x of the vertex, half the second derivative, derivative of the vertex by each y) of a parabola through three
+    points, of which the middle one is lowest."""
     p, q, _ = np.linalg.inv(np.vander(x - x[1], 3))
     a, b = p @ y, q @ y
     return x[1] - b / (2 * a), a, (p * b / a - q) / (2 * a)
@@ -67,10 +70,10 @@ Searched = namedtuple("Searched", "seeds residuals slopes curvature variance df"
 
 
 def look_at_search(search, noise):
-    """A Searched: how precisely a search {rate: {seed: loss}} finds its vertex; None if it cannot.
+    """How precisely a search {rate: {seed: loss}} locates the best rate: a Searched, or None if it does not locate one.
 
-    residuals {rate: (seeds,)}; slopes {rate: derivative of the vertex by the loss there}; curvature of the parabola;
-    variance of the vertex, and its degrees of freedom.
+    residuals {rate: (seeds,)}; slopes {rate: derivative of the vertex by the loss at that rate}; curvature of the
+    parabola; variance of the vertex, and its degrees of freedom df.
     """
     if not search:
         return None
@@ -98,13 +101,13 @@ def look_at_search(search, noise):
 
 
 def rate_variance(a, b):
-    """(variance, degrees of freedom) that choosing both families' learning rates adds to a difference of losses. None
-    if the searches cannot tell: the best rate is at the edge, or each rate ran once and no noise is known.
+    """The (variance, degrees of freedom) that errors in both chosen learning rates add to a difference of losses. None
+    if it is unknown: a best rate is at the edge, or each rate ran once and no noise is known.
 
     A rate whose logarithm is off by e costs c e^2 nats, where c is the curvature of the search's parabola. The vertex
-    is off because the losses of the search are noisy. With several seeds the residuals over seeds and rates give the
-    noise, and two families with the same seeds may share part of it; with one seed each family's `search_noise` gives
-    it. The variance is the second moment of c_a e_a^2 - c_b e_b^2, for normal e.
+    is off because the losses of the search are noisy. With several seeds the noise is estimated from the residuals over
+    seeds and rates, and two families with the same seeds may share part of it. With one seed it comes from
+    `search_noise`. The variance is the second moment of c_a e_a^2 - c_b e_b^2, for normal e.
     """
     variances, dfs = np.transpose([a.search_noise, b.search_noise])
     noise = (variances @ dfs / dfs.sum(), dfs.sum()) if dfs.any() else None
@@ -128,11 +131,11 @@ def rate_variance(a, b):
 # ----------------------------------------------------------------------------------------------------- two mean losses
 
 def document_variance(tokens, *groups):
-    """(variance, degrees of freedom) of the sum of the groups' mean losses, each (seeds, documents), over draws of
-    documents; for a difference one of two is negative.
+    """The (variance, degrees of freedom) over draws of documents of a sum of mean losses. Each group is (seeds,
+    documents); for a difference, negate one of the two.
 
-    The noise of seeds within documents is subtracted, as it is counted with the seeds. So the estimate can be negative
-    by chance. tokens (documents,) are weights.
+    The noise of seeds within documents is subtracted, since it is counted with the seeds, so the estimate can be
+    negative by chance. tokens: (documents,), the weights.
     """
     w = tokens / tokens.sum()
     share = w * w * (1 - 2 * w + w @ w)  # share of a document's variance in w^2 (d - mean)^2, on average
@@ -150,8 +153,8 @@ def document_variance(tokens, *groups):
 
 
 def pooled_sd(losses):
-    """(SD, degrees of freedom) over seeds, pooled over families [(seeds,) ...]; None if their SDs differ (Bartlett's
-    test at 5%) or no family has two seeds."""
+    """The (SD, degrees of freedom) over seeds, pooled over families [(seeds,) ...]. None if their SDs differ
+    (Bartlett's test at 5%) or no family has two seeds."""
     several = [x for x in losses if len(x) > 1]
     if not several:
         return None
@@ -168,10 +171,10 @@ def pooled_sd(losses):
 
 
 def t_sum(parts):
-    """(sum, degrees of freedom by Welch and Satterthwaite, quantile of t) of variances [(variance, df)].
+    """Add variances [(variance, df)]: (sum, degrees of freedom by Welch and Satterthwaite, quantile of t).
 
-    A negative variance makes the sum smaller. It does not count in the degrees of freedom, where the same draw would
-    count twice: with 3 seeds, 2 of the 4 would be left.
+    A negative variance reduces the sum but not the degrees of freedom. Otherwise the same draw would count twice, and
+    with 3 seeds 2 of 4 degrees would remain.
     """
     positive = [(v, df) for v, df in parts if v > 0]
     spread = sum(v * v / df for v, df in positive)
@@ -182,11 +185,15 @@ def t_sum(parts):
 
 
 def difference(a, b, tokens, pooled=None, paired=False, rates=None):
-    """Difference of the mean losses of a (seeds, documents) and b; None if there are too few seeds to know the spread.
+    """The Difference of the mean losses of a and b, each (seeds, documents). None if there are too few seeds to
+    estimate the spread.
 
-    tokens (documents,): evaluated tokens of each; pooled: from pooled_sd, or None to use each family's own SD; paired:
-    a and b have the same seeds in the same order; with three or more (two, if nothing is pooled) the SD is that of
-    their differences; rates: from rate_variance, or None to leave out the error of the chosen rates.
+    Args:
+        tokens: (documents,), the evaluated tokens of each document.
+        pooled: from pooled_sd, or None to use each family's own SD.
+        paired: a and b have the same seeds in the same order. With three or more seeds (two, if nothing is pooled) the
+            SD is that of their differences.
+        rates: from rate_variance, or None to leave out the error of the chosen rates.
     """
     w = tokens / tokens.sum()
     x = a @ w
@@ -211,20 +218,20 @@ def difference(a, b, tokens, pooled=None, paired=False, rates=None):
     parts.append((of_rates, df))
     total, df, quantile = t_sum(parts)
     mean = float(x.mean() - y.mean())
-    se = max(math.sqrt(total), 1e-12)  # 0 for the same runs twice
+    se = max(math.sqrt(total), 1e-12)  # 0 if both are the same runs
     p = float(2 * special.stdtr(df, -abs(mean) / se))
     return Difference(mean, mean - quantile * se, mean + quantile * se, se, df, p, math.sqrt(of_seeds),
                       math.sqrt(max(0.0, of_documents)), math.sqrt(of_rates))
 
 
 def mean_losses(by_seed, weights):
-    """(seeds,) of {seed: losses (documents,)}."""
+    """The mean losses (seeds,) of {seed: losses (documents,)}."""
     return np.array(list(by_seed.values())) @ weights / weights.sum()
 
 
 def difference_of(families, a, b, values_of, rates=None):
-    """`difference` of two families in values_of(family), {seed: values (documents,)}, with the SD pooled over all
-    families of the size; None if one of the two has no values."""
+    """`difference` of two families in values_of(family), {seed: values (documents,)}. The SD is pooled over all
+    families of the size. None if one of the two has no values."""
     of_a = values_of(a)
     of_b = values_of(b)
     if not (of_a and of_b):
@@ -237,14 +244,14 @@ def difference_of(families, a, b, values_of, rates=None):
 # ---------------------------------------------------------------------------------------------------------- multipliers
 
 def changes(runs, tokens, main):
-    """Losses at a budget minus those at the main one, of the seeds that were run at both: (seeds, documents).
-    runs {tokens: {seed: losses (documents,)}}."""
+    """Losses at a budget minus the losses at the main budget, for seeds that ran both: (seeds, documents). runs:
+    {tokens: {seed: losses (documents,)}}."""
     common = sorted(runs.get(tokens, {}).keys() & runs.get(main, {}).keys())
     return np.array([runs[tokens][seed] - runs[main][seed] for seed in common])
 
 
 def point_of_curve(family, tokens, main, families):
-    """(x, y, se, df) of a Curve at a budget, None if its noise is not known."""
+    """The point (x, y, se, df) of a Curve at a budget; None if its noise is unknown."""
     w = family.weights / family.weights.sum()
     change = changes(family.documents, tokens, main)
     if not len(change):
@@ -265,12 +272,12 @@ def powers(x, degree):
 
 
 class Curve:
-    """A family's loss at its budgets relative to the main one, from seeds that were run at both.
+    """A family's loss at its budgets relative to the main budget, from seeds that ran both.
 
-    main: its tokens. families: all of this size; the SD of the change from the main budget is pooled over them.
-    x: log(tokens / main), ascending; y: loss minus the loss at the main budget, with se and degrees of freedom df. A
-    budget whose noise is not known (one seed, nothing pooled) is left out. known: the loss clearly falls with the
-    budget, by two standard errors.
+    main: tokens of the main budget. families: all families of this size; the SD of the change from the main budget is
+    pooled over them. x: log(tokens / main), ascending; y: loss minus the loss at the main budget, with se and degrees
+    of freedom df. A budget whose noise is unknown (one seed, nothing pooled) is left out. known: True if the loss falls
+    with the budget by more than two standard errors.
     """
 
     def __init__(self, family, main, families):
@@ -282,8 +289,8 @@ class Curve:
         self.x, self.y, self.se, self.df = np.array(sorted(points)).T
         i = 0 if self.x[0] < 0 else -1  # the shortest budget, or the longest if the main one is the shortest
         self.known = bool(-np.sign(self.x[i]) * self.y[i] > 2 * self.se[i])
-        # on the grid, a parabola in tokens^-0.35 through the points minus its value at the main budget, where all
-        # powers are 1, is basis @ y
+        # basis @ y is, on the grid, a parabola in tokens^-0.35 through the points, minus its value at the main budget,
+        # where all powers are 1
         self.grid = np.linspace(0, min(self.x[0] - math.log(2), -0.1), 400)
         degree = min(2, len(points) - 1)
         weight = 1 / (0.1 + np.abs(self.x))
@@ -291,11 +298,11 @@ class Curve:
         self.basis = (powers(self.grid, degree) - 1) @ through
 
     def rise(self, x):
-        """How many nats the loss at x <= 0 is above that of the main budget."""
+        """The loss at x <= 0 minus the loss at the main budget, in nats."""
         return float(np.interp(-x, -self.grid, self.basis @ self.y))
 
     def log_tokens(self, rise, shift=0.0):
-        """The x <= 0 at which the loss is `rise` above the main budget's, on a curve through the points, moved by
+        """The x <= 0 at which the loss is `rise` nats above that at the main budget. The curve's points are moved by
         `shift` (points,)."""
         loss = np.maximum.accumulate(self.basis @ (self.y + shift))
         over = max(0.0, rise - loss[-1]) / max(loss[-1] / -self.grid[-1], 1e-9)  # linear extrapolation beyond the grid
@@ -303,15 +310,15 @@ class Curve:
 
 
 def welch(a, b):
-    """`difference` of two lists with a number per seed, which gives Welch's interval."""
+    """The Difference of two lists with one number per seed, with Welch's interval."""
     return difference(np.array(a)[:, None], np.array(b)[:, None], np.ones(1))
 
 
 def multiplier(d, a, b):
-    """How many times b's tokens a needs for b's loss at the main budget: a Multiplier, or None.
+    """The Multiplier: how many times b's tokens a needs to reach b's loss at the main budget.
 
-    d: the Difference there; a, b: their Curves. None if d is None, if a family has no other budget or its loss does
-    not clearly fall from the shortest on, or if the interval reaches a factor of 10,000.
+    d: the Difference there; a, b: their Curves. Returns None if d is None, if a family has no other budget or its loss
+    does not clearly fall with the budget, or if the interval reaches a factor of 10,000.
     """
     if d is None or not (a.known and b.known):
         return None
@@ -340,8 +347,8 @@ def multiplier(d, a, b):
 
 
 def times(m, log_ratio, half=0.0):
-    """The Multiplier for another cost, such as seconds, if a token of a costs exp(log_ratio) times as much as one of b;
-    half: half the 95% interval of log_ratio."""
+    """The Multiplier for another cost, such as seconds, if a token costs family a exp(log_ratio) times as much as b.
+    half: half the width of log_ratio's 95% interval."""
     if m is None:
         return None
     at = math.log(m.value)
@@ -351,17 +358,17 @@ def times(m, log_ratio, half=0.0):
 
 
 def holm(p):
-    """{key: p} corrected for their number by Holm's method."""
+    """Correct {key: p} for the number of tests by Holm's method."""
     keys = sorted(p, key=p.get)
     each = [p[key] * (len(keys) - rank) for rank, key in enumerate(keys)]
     return dict(zip(keys, np.minimum(np.maximum.accumulate(each), 1.0).tolist(), strict=True))
 
 
 def winner(means, p_of, alpha=0.05):
-    """The family with the lowest mean loss if it is significantly better than every other: a Winner.
+    """The Winner: the family with the lowest mean loss, if it is significantly better than every other.
 
-    means {family: loss}; p_of(a, b): p of their Difference, or None. The p are corrected by Holm's method, and all must
-    be below alpha. Choosing the best after looking needs no further correction: it has to beat all others at once.
+    means: {family: loss}; p_of(a, b): p of their Difference, or None. All p, corrected by Holm's method, must be below
+    alpha. Choosing the best after looking needs no further correction, since it has to beat all others at once.
     """
     if len(means) < 2:
         return Winner(None, f"{len(means)} families with a loss: nothing to compare")
@@ -369,31 +376,31 @@ def winner(means, p_of, alpha=0.05):
     p = {family: p_of(best, family) for family in others}
     untested = [family for family in others if p[family] is None]
     if untested:
-        return Winner(None, f"{best} is lowest, but cannot be tested against {', '.join(untested)}: two seeds are "
-                      "needed")
+        return Winner(None, f"{best} has the lowest loss, but cannot be tested against {', '.join(untested)}: two "
+                      "seeds are needed")
     p = holm(p)
     worst = max(others, key=p.get)
     if p[worst] >= alpha:
-        return Winner(None, f"{best} is lowest, but not significantly below {worst}: p = {p[worst]:.2g}, limit "
-                      f"{alpha:g}")
-    return Winner(best, f"{best} is below every other family, p <= {p[worst]:.2g} after Holm's correction")
+        return Winner(None, f"{best} has the lowest loss, but not significantly below that of {worst}: p = "
+                      f"{p[worst]:.2g}, limit {alpha:g}")
+    return Winner(best, f"{best} has a lower loss than every other family, p <= {p[worst]:.2g} after Holm's correction")
 
 
 # ------------------------------------------------------------------------------------------------ a look at every pair
 
 def bounds(fractions, alpha, walks=100_000):
-    """Yields, after each pair, the bound that Student's t of the mean difference has to exceed, so that all tests
-    together err with probability 0.55 alpha (the rest is for skewed differences).
+    """Yield, after each pair, the bound that Student's t of the mean difference has to exceed. All tests together err
+    with probability 0.55 alpha; the rest of alpha is for skewed differences.
 
-    fractions: the part of the plan (time, or pairs) that had passed after each pair; a list may grow meanwhile. By then
-    the tests may have spent fraction^8 of the error (Kim and DeMets 1987, Lan and DeMets 1989). So the last bound is 3%
-    above that of a single test, and little is spent in the first half, when a rare bad run may not have been seen. Each
-    bound comes from simulated normal differences that have exceeded no bound so far. If fewer than one of the `walks`
-    may exceed it, it is the bound of a test at this look only. It is infinite for one pair, and while no time has
-    passed.
+    fractions: the part of the plan (time, or pairs) that had passed after each pair; the list may grow meanwhile. At a
+    fraction f the tests may have spent f^8 of the error (Kim and DeMets 1987, Lan and DeMets 1989). So the last bound
+    is only 3% above that of a single test. Little is spent in the first half, when a rare bad run may not have been
+    seen yet. Each bound comes from simulated normal differences that have exceeded no earlier bound. If fewer than one
+    of the `walks` may exceed a bound, it is that of a single test at this look. It is infinite for one pair, and while
+    no time has passed.
     """
     rng = np.random.default_rng(0)
-    sums = np.zeros(walks)  # of the walks that exceeded no bound yet
+    sums = np.zeros(walks)  # of the walks that have exceeded no bound yet
     squares = np.zeros(walks)
     spent = before = 0
     for n, fraction in enumerate(fractions, 1):
@@ -417,9 +424,9 @@ def bounds(fractions, alpha, walks=100_000):
 
 
 def resampled(differences, error, resamples=4000):
-    """The interval (low, high) of the mean of differences (..., n) by the bootstrap-t: Student's interval with the
-    quantiles of t over resampled pairs, so that it is as skewed as they are (Efron and Tibshirani 1993, section 12.5).
-    error: of both sides.
+    """The interval (low, high) of the mean of differences (..., n) by the bootstrap-t (Efron and Tibshirani 1993,
+    section 12.5). It is Student's interval with the quantiles of t over resampled pairs, so it is as skewed as the
+    differences. error: the probability of both sides together.
     """
     n = differences.shape[-1]
     mean = differences.mean(-1)
@@ -436,9 +443,9 @@ def resampled(differences, error, resamples=4000):
 
 
 def log_tokens(difference, curve):
-    """log of how many times HEAD's tokens the edit needs if its loss is `difference` (...,) nats higher, on the curve
-    E + B / D^k with 2^k = (quarter - half) / half. curve (..., 2): how much higher HEAD's loss is after a quarter and a
-    half of the budget.
+    """log of how many times HEAD's tokens the edit needs if its loss is `difference` (...,) nats higher. It is read off
+    the curve E + B / D^k with 2^k = (quarter - half) / half. curve: (..., 2), how much higher HEAD's loss is after a
+    quarter and after half of the budget.
     """
     quarter = curve[..., 0]
     half = np.maximum(curve[..., 1], 1e-9)
@@ -447,17 +454,17 @@ def log_tokens(difference, curve):
 
 
 def decide(differences, curves, bound, margin=0.02, alpha=0.05, resample=True):
-    """What the pairs so far say: (verdict, log m, its low and high, mean difference, its low and high), each (...,).
+    """Judge the pairs so far: (verdict, log m, its low and high, mean difference, its low and high), each (...,).
 
     Args:
         differences: (..., n) the edit's loss minus HEAD's per pair, in nats.
-        curves: (..., k, 2) HEAD's curves for `log_tokens` from k >= 2 runs; their error (by the jackknife) is in the
-            interval of m, how many times HEAD's tokens the edit needs.
+        curves: (..., k, 2) HEAD's curves for `log_tokens` from k >= 2 runs. The interval of m, how many times HEAD's
+            tokens the edit needs, includes their error (by the jackknife).
         bound: of Student's t at this look, from `bounds`.
-        resample: False uses Student's interval alone, in a fraction of the time; if that decides nothing, neither do
-            both.
-    The interval of the mean covers Student's and the bootstrap-t's. "better" and "worse": it excludes 0; "same": m is
-    within `margin`.
+        resample: False uses Student's interval alone, in a fraction of the time. If that decides nothing, the wider
+            interval decides nothing either.
+    The interval of the mean covers both Student's and the bootstrap-t. The verdict is "better" or "worse" if it
+    excludes 0, and "same" if m is within `margin`.
     """
     n = differences.shape[-1]
     k = curves.shape[-2]

@@ -1,5 +1,6 @@
-"""How often does a duel's 95% interval miss the truth? Simulated duels, judged by compare.py as a report judges real
-ones: the search of both rates and its error, seeds or pairs, pooling, held-out files, the curve over budgets.
+"""How often does a duel's 95% interval miss the truth? Simulates duels and judges them with compare.py, as a report
+judges real ones. They include the search for both rates and its error, seeds or pairs, pooling, held-out files, and the
+curve over budgets.
 
     python experiments/duel_simulation.py results/duel_simulation.json      five minutes on two cores
 
@@ -25,14 +26,14 @@ from common.errors import main_error  # noqa: E402
 from experiments import compare  # noqa: E402
 from runtime.records import environment, write_json  # noqa: E402
 
-# About as recorded for Longhorn and Mamba after a million bytes (results/duel_longhorn_mamba_1.5M.json), in nats
+# Roughly the values for Longhorn and Mamba after a million bytes (results/duel_longhorn_mamba_1.5M.json), in nats
 B, K = 0.40, 0.49  # loss is E + B (tokens / whole budget)^-K
-SEED, SEED_BY_FILE = 0.006, 0.03  # SD of a run's loss over seeds, and of a further part on each file
-CHANGE, CHANGE_BY_FILE = 0.005, 0.015  # SD of the noise that a seed's shorter run has of its own
+SEED, SEED_BY_FILE = 0.006, 0.03  # SD of a run's loss over seeds, and of further noise on each file
+CHANGE, CHANGE_BY_FILE = 0.005, 0.015  # SD of the noise that only a seed's shorter run has
 SEARCH, CURVATURE = 0.009, 0.047  # SD of a search's losses over seeds and rates; nats per squared e-fold of the rate
 FILES, BY_FILE = 45, 0.01  # held-out files, and the SD over them of the true difference of two families
 BUDGETS = (0.25, 0.5, 1.0)
-LOOKS = (8, 11, 14, 16)  # numbers of pairs after which `grown` looks
+LOOKS = (8, 11, 14, 16)  # `grown` looks after these numbers of pairs
 RATES = 2e-3 * 2.0 ** (np.arange(6) - 2.5)  # four rates, and one more on either side
 
 
@@ -40,19 +41,22 @@ def law(budget):
     return 1.4 + B * (budget**-K - 1)
 
 
-Simulated = namedtuple("Simulated", "documents weights search search_noise")  # what compare.py reads of a family
+Simulated = namedtuple("Simulated", "documents weights search search_noise")  # a family, as compare.py reads it
 
 
 def noise(rng, seeds, sd, sd_by_file):
-    """(seeds, files)"""
+    """Noise of shape (seeds, files)."""
     return sd * rng.standard_normal((seeds, 1)) + sd_by_file * rng.standard_normal((seeds, FILES))
 
 
 def duel(rng, seeds, times=1.0, correlation=None, search=4):
     """A simulated duel in which a needs `times` as many tokens as b: (Difference, Multiplier).
 
-    seeds: of each family; correlation: of the noise of two runs with the same seed, which are then compared in pairs,
-    also in the search; None: the families have different seeds; search: seeds of the search.
+    Args:
+        seeds: reported seeds of each family.
+        correlation: of the noise of two runs with the same seed, which are then compared in pairs, also in the search.
+            None: the families have different seeds.
+        search: seeds of the search.
     """
     shared, own = np.sqrt([correlation or 0.0, 1 - (correlation or 0.0)])
     tokens = np.exp(rng.normal(0, 1, FILES))
@@ -80,7 +84,7 @@ def duel(rng, seeds, times=1.0, correlation=None, search=4):
 
 
 def misses(simulations, rng=0, times=1.0, **design):
-    """Share of simulated duels whose 95% interval for the multiplier of tokens misses the truth."""
+    """The share of simulated duels in which the 95% interval of the multiplier misses the truth."""
     rng = np.random.default_rng(rng)
     missed = 0
     for _ in range(simulations):
@@ -90,8 +94,8 @@ def misses(simulations, rng=0, times=1.0, **design):
 
 
 def grown(simulations, until):
-    """Share of duels between equals that end with an interval without 0. Seeds are added until the interval is "narrow"
-    (half of it at most .007 nats) or "decides" (has no 0), up to the last of LOOKS."""
+    """The share of duels between equals whose final interval excludes 0. Seeds are added, up to the last of LOOKS,
+    until the interval is "narrow" (at most 0.007 nats either way) or "decides" (excludes 0)."""
     rng = np.random.default_rng(0)
     missed = 0
     for _ in range(simulations):
@@ -106,7 +110,8 @@ def grown(simulations, until):
 
 
 def record(simulations):
-    """Every cell, [{"seeds", "correlation", "search", "times", "misses"}], and the two ways to add seeds."""
+    """Simulate every cell, [{"seeds", "correlation", "search", "times", "misses"}], and the two rules for adding
+    seeds."""
     designs = [(16, r, 4) for r in (None, 0.0, 0.7, 0.95)] + [(16, None, 2)]
     designs += [(n, r, search) for n in (5, 3) for r, search in ((None, 1), (0.95, 1), (0.95, 2))]
     designs = [(*design, 1.0) for design in designs]

@@ -1,4 +1,4 @@
-"""Did my edit help? Trains both versions in pairs of runs until it can tell, and says so in one sentence.
+"""Did my edit help? Trains both versions in pairs of runs until it can tell, and answers in one sentence.
 
     python experiments/edit.py                        the working tree against HEAD, or --against=COMMIT
     python experiments/edit.py config/kda_laptop.py --data=mine --sizes=460K,1.5M --minutes=60
@@ -7,14 +7,15 @@
 
 All versions run from snapshots of the files that training loads, so you can go on editing. The runs of a pair share
 seed, tokens and the initial values of all parameters that both have, so most of the noise cancels. From the sixth pair
-on, a sequential test after each pair says whether to stop; with --pairs, all are run. Several edits share HEAD's runs,
-the minutes and one probability of a false verdict, and are ranked. Kill it at any time and rerun the command. HEAD's
-runs are reused for the next edit, and edits.html beside them lists all edits that were tried.
+on, a sequential test after each pair decides whether to stop; with --pairs, all pairs run. Several edits share HEAD's
+runs, the minutes and one probability of a false verdict, and are ranked. Kill it at any time: the same command resumes.
+HEAD's runs are reused for the next edit, and edits.html beside them lists all edits that were tried.
 
-Exit codes: 0 better, 1 worse or diverges, 2 a mistake, 3 no difference above --margin, 4 undecided; for several edits,
-that of the best. Each version trains at its config's learning rate, scaled to the width of the size. Schedule (wsd, to
-0), budget, evaluation and seeds are set here; a config's own do not count. An edit is refused if its loss is not the
-cross-entropy of its logits, or its logits read more than the tokens before (edit_judge.py); several go on without it.
+Exit codes: 0 better, 1 worse or diverges, 2 a mistake, 3 no difference above --margin, 4 undecided; with several edits,
+the code of the best. Each version trains at its config's learning rate, scaled to the width of the size. Schedule (wsd,
+to 0), budget, evaluation and seeds are set here and override the config. An edit is refused if its loss is not the
+cross-entropy of its logits, or if its logits depend on more than the preceding tokens (edit_judge.py). The other edits
+go on.
 """
 
 import os
@@ -62,16 +63,16 @@ SIZES = {size: list(s.argv) for size, s in sweep.PRESETS["duel"].sizes.items()} 
 CURVE_PAIRS, FEWEST = 4, 6  # pairs that also run HEAD for 1/4 and 1/2 of the budget; fewest pairs before a verdict
 PROBE = REPO / "experiments" / "edit_probe.py"
 JUDGE = REPO / "experiments" / "edit_judge.py"
-ROUNDING = 5e-5  # nats that rounding may put between two sums of the same losses
-ALIKE = {"float32": 5e-4, "bfloat16": 2e-3}  # the same for 64 tokens that are computed in other batches
+ROUNDING = 5e-5  # allowed difference in nats between two sums of the same losses
+ALIKE = {"float32": 5e-4, "bfloat16": 2e-3}  # the same, for 64 tokens computed in other batches
 
 
 # ------------------------------------------------------------------------------------------------------------- versions
 
 @dataclass
 class Version:
-    """What is trained: `root` is a snapshot of `files` {path: hash} of a tree. name: for sentences; about: a
-    description; changed: the files that differ from HEAD's; out: the folder of an edit's record."""
+    """A version of the code to train. root: a snapshot of `files` {path: hash} of `tree`; name: for sentences; about:
+    a description; changed: the files that differ from HEAD's; out: the folder of an edit's record."""
 
     name: str
     about: str
@@ -85,13 +86,13 @@ class Version:
 
     @property
     def verdict(self):
-        """That of all sizes; "undecided" if they disagree."""
+        """The verdict of all sizes; "undecided" if they disagree."""
         verdicts = {side.numbers["verdict"] for side in self.sides.values()}
         return verdicts.pop() if len(verdicts) == 1 else "undecided"
 
 
 def output(command, otherwise, **how):
-    """What a command prints. Raises ConfigError if it fails, with `otherwise` and the last line that it printed."""
+    """Run a command and return what it prints. If it fails, raises ConfigError with `otherwise` and its last line."""
     ran = subprocess.run([*map(str, command)], capture_output=True, **how)
     if ran.returncode:
         words = ran.stderr.decode(errors="replace").strip() or "no output"
@@ -100,7 +101,7 @@ def output(command, otherwise, **how):
 
 
 def ask(program, name, root, *arguments):
-    """What edit_probe.py or edit_judge.py says about a version. Raises ConfigError if it fails."""
+    """Run edit_probe.py or edit_judge.py on a version and return its record. Raises ConfigError if it fails."""
     said = output([sys.executable, program, *arguments], f"{name} does not start", cwd=root)
     return json.loads(said.splitlines()[-1])
 
@@ -112,8 +113,8 @@ def commit_of(name):
 
 
 def checkout(code, commit, patch=None):
-    """A new folder in `code` with the files of a commit, changed by a patch if one is given. Links out of the clone
-    keep their targets. Raises ConfigError if the patch does not fit."""
+    """Write the files of a commit to a new folder in `code`, apply the patch, if any, and return the folder. Links out
+    of the clone keep their targets. Raises ConfigError if the patch does not apply."""
     tree = Path(tempfile.mkdtemp(dir=code, prefix="tmp-"))
     archive = output(["git", "-C", REPO, "archive", commit], "git archive fails")
     output(["tar", "-xf", "-", "-C", tree], f"no snapshot of {commit[:10]} in {code}", input=archive)
@@ -123,7 +124,7 @@ def checkout(code, commit, patch=None):
             path.unlink()
             path.symlink_to(target)
     if patch:
-        outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(code)}  # or git would use the clone above
+        outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(code)}  # otherwise git would use the clone above
         output(["git", "-C", tree, "apply", Path(patch).resolve()], f"{patch} does not apply to {commit[:10]}",
                env=outside)
     return tree
@@ -139,16 +140,16 @@ def take_todays_judge(tree):
 
 
 def snapshot(version, code, sizes):
-    """Copy the files of a version's tree that training at these sizes loads to code/<their hash>, replacing links by
-    what they lead to. An earlier copy that was changed or added to is made again. Raises ConfigError if the version
-    does not start, or the tree is edited meanwhile."""
+    """Copy the files that training at these sizes loads from a version's tree to code/<their hash>, following links. A
+    copy that was changed since is made again. Raises ConfigError if the version does not start, or if the tree is
+    edited meanwhile."""
     for size, argv in sizes.items():
-        probe = ask(PROBE, version.name, version.tree, *argv, REPO / "data")  # where the vocabulary is
+        probe = ask(PROBE, version.name, version.tree, *argv, REPO / "data")  # data/ tells the vocabulary
         version.probes[size] = probe
         version.files |= probe["files"]
     version.root = code / short_hash(sorted(version.files.items()))
     code_there = {path.relative_to(version.root).as_posix() for path in version.root.rglob("*.py")}
-    if holds(version.root, version.files) and code_there <= version.files.keys():  # families/ loads what it finds
+    if holds(version.root, version.files) and code_there <= version.files.keys():  # families/ loads every file in it
         return
     copy = Path(tempfile.mkdtemp(dir=code, prefix="tmp-"))
     for name in version.files:
@@ -171,8 +172,9 @@ def short_hash(value):
 
 
 def versions_of(args, code, sizes):
-    """[HEAD's Version, an edit's ...] with snapshots in `code`; edits of equal content are one. Raises ConfigError."""
-    remove_trees(code)  # left by a kill
+    """[HEAD's Version, one per edit ...] with snapshots in `code`; edits of equal content are merged. Raises
+    ConfigError."""
+    remove_trees(code)  # left by a killed run
     began = time.strftime("%H:%M")
     head = commit_of(args.against)
     found = [Version(args.against, f"{args.against} ({head[:10]})", checkout(code, head))]
@@ -204,15 +206,15 @@ def remove_trees(code):
 
 
 def changes(head, edit):
-    """(names of the files that differ, lines of their diff). Raises ConfigError if none does, or if the edit would be
-    judged differently."""
+    """(names of the files that differ, lines of their diff). Raises ConfigError if no file differs, or if the edit
+    changes how runs are judged."""
     changed = sorted({name for name, _ in head.files.items() ^ edit.files.items()})
     if not changed:
         raise ConfigError(f"{edit.name}: no file that training loads differs from {head.name}'s: save your edit, or "
                           "give --against=COMMIT")
     judge = [name for name in changed if name.startswith("evaluation/") or Path(name).parent == Path("data")]
     if judge:
-        raise ConfigError(f"{', '.join(judge)} differs: evaluation, loader and tokenizer are no part of an edit; "
+        raise ConfigError(f"{', '.join(judge)} differs: an edit must not change evaluation, loader or tokenizer; "
                           "--todays_judge takes the working tree's for all versions")
     diff = []
     for name in changed:
@@ -248,14 +250,14 @@ class Side:
         self.key = f"{self.root.name}-{short_hash(settings)}"  # identifies code and settings in the names of cells
         self.head = head or self
         self.rows = {}  # name of a cell: its row of results
-        self.facts = {}  # {name: value} that must be the same in all runs, for HEAD's of all versions
-        self.ended = None  # the Decision that follows from the first run that diverged or was refused
-        self.decision = Decision()  # of the last look
-        self.numbers = {}  # what edit.json says about it
+        self.facts = {}  # {name: value} that all runs must share; HEAD's are those of all versions
+        self.ended = None  # the Decision from the first run that diverged or was refused
+        self.decision = Decision()  # at the last look
+        self.numbers = {}  # its entry in edit.json
         version.sides[size] = self
 
     def cell(self, seed, part=1):
-        """The cell for 1/part of the budget; a shorter run branches from the whole one before its decay."""
+        """The cell for 1/part of the budget; a shorter run branches from the full run before its decay."""
         steps = self.steps // part
         argv = [*self.argv, f"--max_iters={steps}", f"--seed={seed}"]
         at = {"stage": "edit", "version": self.key, "against": self.head.key, "steps": steps, "seed": seed}
@@ -275,14 +277,14 @@ class Side:
         return np.array([self.rows[self.cell(seed, part).name][key] for seed in range(1, n + 1)])
 
     def results(self, n):
-        """(differences from HEAD (n,), HEAD's curves (k, 2)) for `compare.decide`, of the first n pairs."""
+        """What `compare.decide` needs of the first n pairs: (differences from HEAD (n,), HEAD's curves (k, 2))."""
         heads = self.head.column("val_loss", n)
         k = min(n, CURVE_PAIRS)
         shorter = np.array([self.head.column("val_loss", k, part) for part in (4, 2)])
         return self.column("val_loss", n) - heads, (shorter - heads[:k]).T
 
     def notes(self):
-        """Report lines: what besides the loss differs by more than 1%, and whether the pairs share their draws."""
+        """Lines for the report: what else differs by more than 1%, and how many parameters start from other values."""
         ours, heads = self.probe, self.head.probe
         lines = []
         for key in ("parameters", "FLOPs per token", "state", "learning_rate"):
@@ -302,8 +304,8 @@ class Side:
         self.ended = self.ended or Decision(verdict, sentence=f"{verdict}: {why}", pairs=seed)
 
     def check_alike(self, facts):
-        """Raises ConfigError if facts differ from those of HEAD and other edits, or the code from that of earlier runs:
-        they would not be judged alike."""
+        """Raises ConfigError if these facts differ from those of HEAD and the other edits, or the code from that of
+        earlier runs: such runs would not be judged alike."""
         for key, value in facts.items():
             before = (self if key == "code" else self.head).facts.setdefault(key, value)
             if value != before:
@@ -319,8 +321,8 @@ class Side:
                               f"{nats['plain']:.5f}: leave the loss in eval mode alone")
         if not abs(nats["beside"] - nats["alone"]) < allowed:
             raise ConfigError(f"{unlike}with later tokens, other rows and earlier text changed, its loss is "
-                              f"{nats['alone']:.4f} nats instead of {nats['beside']:.4f}: let it read nothing but the "
-                              "tokens before")
+                              f"{nats['alone']:.4f} nats instead of {nats['beside']:.4f}: let it read only the tokens "
+                              "before")
 
 
 class Comparison:
@@ -337,7 +339,7 @@ class Comparison:
                 side.check_alike({key: side.probe[key] for key in ("dataset", "batch_tokens", "eval_block_size")})
 
     def run(self, engine, edits, first, most):
-        """Run the next pairs of HEAD and these edits, as many as fill the engine; returns the last seed."""
+        """Run as many more pairs of HEAD and these edits as fill the engine; returns the last seed."""
         folder = self.args.folder
         plan = []  # (side, cell)
         unfinished = 0
@@ -360,7 +362,7 @@ class Comparison:
 
     @contextlib.contextmanager
     def refusing(self, side, seed):
-        """A ConfigError in here ends this edit at its run with `seed`, so that others, if there are any, go on."""
+        """In this context a ConfigError ends the edit at its run with `seed`, and other edits, if any, go on."""
         try:
             yield
         except ConfigError as why:
@@ -369,8 +371,8 @@ class Comparison:
             side.end(seed, "refused", why)
 
     def read(self, side, cell, failed):
-        """Keep the row of a cell that has run, or that the edit diverges. Raises ConfigError if the run failed, is not
-        like those before, or is not measured as others are."""
+        """Note the result of a cell, or that the edit diverged. Raises ConfigError if the run failed, is not comparable
+        with earlier runs, or is not measured as others are."""
         seed = cell.at["seed"]
         try:
             row = records.read_run(side.folder / cell.name, cell.at)
@@ -382,7 +384,7 @@ class Comparison:
                 raise ConfigError(f"{side.name} does not run: {reason}; see {side.folder / cell.name}.txt") from None
             return side.end(seed, "worse", f"with seed {seed}, {why}")
         side.rows[cell.name] = row
-        if not sys.stdout.isatty():  # no progress bar there
+        if not sys.stdout.isatty():  # then there is no progress bar
             self.say(f"{side.name}, seed {seed}, {row['steps']} steps: loss {row['val_loss']:.4f}")
         facts = {key: value for (group, key), value in row["same"].items() if group == "data"}
         facts |= {key: row[key] for key in ("dtype", "torch", "batch_tokens", "code")}
@@ -401,20 +403,20 @@ def number(x):
 
 
 def in_times(interval):
-    """A ratio with its ends, in words: 0.98 (0.95 .. 1.01)."""
+    """A ratio and its interval as text: 0.98 (0.95 .. 1.01)."""
     at, *ends = (f"{x:.2f}" if x < 1000 else f"{x:.0e}" for x in interval)
     return f"{at} ({' .. '.join(ends)})"
 
 
 def data_path(dataset):
-    """The dataset's folders by their absolute paths: snapshots have no data. Raises ConfigError before the first run
-    if something is not prepared."""
+    """The dataset with absolute paths, since snapshots have no data. Raises ConfigError if a part of it is not
+    prepared."""
     parts = [f"{Tokens(find_dataset(name)).folder.resolve()}:{share}" for name, share in parse_mixture(dataset)]
     return ",".join(parts).removesuffix(":1")
 
 
 class Budget:
-    """The pairs or minutes of a comparison. A file says when each pair ended, so a restart continues from there."""
+    """The pairs or minutes of a comparison. A file records when each pair ended, so a restart continues from there."""
 
     def __init__(self, path, pairs, minutes):
         self.path = path
@@ -425,7 +427,7 @@ class Budget:
             ends = [*map(float, record["minutes"])]
             self.ends = np.asarray_chkfinite(ends).tolist()  # minutes after which each pair ended
             self.plans = [*map(str, record["plans"])]  # budgets that were asked for
-        self.fractions = []  # of the budget, at each look
+        self.fractions = []  # share of the budget spent, at each look
         self.began = time.monotonic() - 60 * max(self.ends, default=0)
 
     def spent(self):
@@ -437,7 +439,7 @@ class Budget:
         return max(0, left)
 
     def most(self, n):
-        """How many pairs may run next, after n: those that ran before a restart come first."""
+        """How many more pairs may run after n pairs; those from before a restart come first."""
         if self.pairs:
             return self.pairs - n
         return len(self.ends) - n or 32
@@ -461,12 +463,12 @@ class Budget:
 
 @dataclass
 class Decision:
-    """What a look says: compare.decide's verdict, log of the ratio of tokens and nats, both with their ends."""
+    """The result of a look: compare.decide's verdict, log of the token ratio, and nats, both with their intervals."""
 
     verdict: str = "undecided"
     interval: tuple = ()
     nats: tuple = ()
-    sentence: str = ""  # of a comparison that needs no interval
+    sentence: str = ""  # if the comparison needs no interval
     pairs: int = 0
     minutes: float = 0.0
 
@@ -493,7 +495,7 @@ def decide(c, edit, n, bound):
         return Decision()
     if n == 2 and np.ptp(edit.column("val_loss", 2)) == 0:
         with c.refusing(edit, 2):
-            raise ConfigError(f"{edit.name} has the same loss with seeds 1 and 2: let what is random follow --seed")
+            raise ConfigError(f"{edit.name} has the same loss with seeds 1 and 2: let its random numbers follow --seed")
         return edit.ended
     found = compare.decide(*edit.results(n), bound, c.args.margin, c.args.error)
     verdict, *numbers = (x.item() for x in found)
@@ -531,7 +533,7 @@ def compare_versions(c, minutes, engine):
 
 
 def describe(c, edit, plans):
-    """What edit.json says about an edit at a size: the sentence, the losses, and notes on what the sentence does not
+    """The entry in edit.json for an edit at a size: the sentence, the losses, and notes on what the sentence does not
     cover."""
     decision = edit.decision
     n = decision.pairs
@@ -555,8 +557,8 @@ def describe(c, edit, plans):
     notes += ["loss {:+.4f} ({:+.4f} .. {:+.4f}) nats per token, both at their config's learning rate".format(
                   *decision.nats),
               f"the pair that is farthest from the others: {odd_one(differences)}",
-              f"the interval is over seeds, on these held-out files, {1 - c.args.error:.4g} wherever it stops; over "
-              f"other texts too: {low:.2f} .. {high:.3g}"]
+              f"the interval covers seeds on these held-out files, {1 - c.args.error:.4g} wherever it stops; over "
+              f"other texts as well: {low:.2f} .. {high:.3g}"]
     return numbers | {"interval": np.exp(decision.interval).tolist(), "nats": decision.nats[0],
                       "nats_interval": decision.nats[1:], "over_texts": texts,
                       "losses": [side.column("val_loss", n).tolist() for side in (c.head, edit)],
@@ -577,8 +579,8 @@ def over_texts(c, edit, curve):
 
 
 def speed(c, edit):
-    """A line if the pairs that ran side by side show that one version takes longer per token: how much longer, and how
-    many seconds it therefore needs for HEAD's loss."""
+    """One line if pairs that ran side by side show a difference in seconds per token: its factor, and that of the
+    seconds to HEAD's loss."""
     decision = edit.decision
     device, began, seconds = ([side.column(key, decision.pairs) for side in (c.head, edit)]
                               for key in ("device", "began", "seconds"))
@@ -590,8 +592,8 @@ def speed(c, edit):
     tokens = compare.Multiplier(*np.exp(decision.interval).tolist(), beyond=False)
     seconds = compare.times(tokens, d.mean, (d.high - d.low) / 2)
     head = c.head.name
-    return [f"a token takes {in_times(np.exp(d[:3]))} times {head}'s seconds, {head}'s loss {in_times(seconds[:3])} "
-            "times"]
+    return [f"a token takes {in_times(np.exp(d[:3]))} times as long as {head}'s, reaching {head}'s loss "
+            f"{in_times(seconds[:3])} times as long"]
 
 
 def odd_one(differences):
@@ -607,7 +609,7 @@ def odd_one(differences):
 # ---------------------------------------------------------------------------------------------------------------- pages
 
 def ranked(edits):
-    """Edits, the best first: by verdict, then by tokens."""
+    """Sort edits by verdict, then by tokens, the best first."""
     def place(edit):
         first, *_ = edit.sides.values()
         interval = first.numbers["interval"] or [1.0]
@@ -625,7 +627,7 @@ def row_of(edit, size, of_size):
 
 
 def write_page(edit, numbers):
-    """The page and figure of an edit: the sentences, training curves, the difference over the run, the diff."""
+    """Write the page and figure of an edit: sentences, training curves, the difference over the run, the diff."""
     sentences = []
     notes = []
     panels = []
@@ -638,8 +640,9 @@ def write_page(edit, numbers):
         if of_size["pairs"] > 1:
             panels += training(side, size)
     n, error = numbers["edits_tried"], numbers["error"]
-    tried = (f"Edits tried against the same code of {numbers['against']}: {n}. One that does nothing is called better "
-             f"or worse with probability {error:.4g} at most, one of {n} with up to {1 - (1 - error) ** n:.2f}.")
+    tried = (f"Edits tried against the same code of {numbers['against']}: {n}. An edit that does nothing is called "
+             f"better or worse with probability {error:.4g} at most, at least one of {n} with up to "
+             f"{1 - (1 - error) ** n:.2f}.")
     page = pages.Page(sentences, [pages.escaped(numbers["about"]), pages.listed(notes)], panels,
                       [tried, textwrap.indent((edit.out / "edit.diff").read_text(), "    ")])
     pages.write("Did the edit help?", page, edit.out / "edit")
@@ -656,7 +659,7 @@ def training(edit, size):
             tokens, losses = points(side.folder / side.cell(seed).name, "train", "train_loss").T
             runs[side.name, seed] = pandas.Series(losses, tokens)
     losses = pandas.DataFrame(runs)
-    losses = losses.rolling(max(1, len(losses) // 16)).mean()  # a line of the log has one step's loss
+    losses = losses.rolling(max(1, len(losses) // 16)).mean()  # each line of the log has the loss of one step
     change = losses[edit.name] - losses[head.name]
     mean = change.mean(axis=1)
     error = 2 * change.sem(axis=1)
@@ -697,8 +700,8 @@ class EditRun(Where):
     sizes: list[str] = ("460K",)  # 460K, 1.5M, config (its own), or LABEL:key=value,key=value; one verdict for each
     steps: Annotated[int, Range(8)] = 512  # per run; below 512 the curves of families cross
     minutes: Annotated[float, Range(0.01, 1e6)] = 30.0  # for all edits and sizes together
-    pairs: Whole = 0  # run exactly this many, even if the verdict is clear earlier; below 6 there is none
-    margin: Annotated[float, Range(1e-4, 1)] = 0.02  # a difference that would not matter
+    pairs: Whole = 0  # run exactly this many, even if the verdict is clear earlier; below 6 there is no verdict
+    margin: Annotated[float, Range(1e-4, 1)] = 0.02  # largest difference that does not matter
     alpha: Annotated[float, Range(1e-3, 0.5)] = 0.05  # probability of a false verdict about any of the edits
     todays_judge: bool = False  # take evaluation, loader and tokenizer of all versions from the working tree
     out: Path = REPO / "out" / "edit"  # folder for runs and pages
@@ -715,7 +718,7 @@ def config_of(words):
         raise ConfigError(f"{' '.join(given)}: give one config")
     name = os.path.relpath(REPO / given[0], REPO)
     if name.startswith(".."):
-        raise ConfigError(f"{given[0]} is not in {REPO}, so all versions would have the same: copy it there")
+        raise ConfigError(f"{given[0]} is not in {REPO}, so all versions would share it: copy it there")
     return name
 
 
@@ -729,7 +732,7 @@ class Edit(Experiment):
         """Compare the versions; returns the exit code. Raises ConfigError."""
         args = self.args
         args.out = args.out.resolve()
-        os.environ.setdefault("LONGHORN_BUILD_DIR", str(REPO / "build"))  # libraries are named by their content
+        os.environ.setdefault("LONGHORN_BUILD_DIR", str(REPO / "build"))  # built libraries are named by their content
         sizes = self.sizes()
         code = args.out / "code"
         with lock_folder(code, wait=600):
@@ -764,7 +767,7 @@ class Edit(Experiment):
         return sizes
 
     def say(self, line, edit=""):
-        """Print a line, unless --quiet; one about an edit with its name, if there are several."""
+        """Print a line, unless --quiet. If there are several edits, a line about an edit begins with its name."""
         if not self.args.quiet:
             print(printable(self.named(edit) + line), flush=True)
 
@@ -790,7 +793,7 @@ class Edit(Experiment):
         args = self.args
         for edit in self.edits:
             if edit.tree == REPO and not holds(REPO, edit.files):
-                self.say(f"the verdict is about {edit.about}: it has changed since")
+                self.say(f"the verdict is about {edit.about}; it has changed since")
             self.keep(edit)
             self.say(f"records: {edit.out}/")
             for side in edit.sides.values():

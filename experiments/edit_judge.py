@@ -1,11 +1,12 @@
 """Is a run's loss the plain cross-entropy of a model that reads only earlier tokens? edit.py runs this at the top of a
-snapshot, with its model and weights, on the run's windows. Prints one line of JSON, all in nats per token.
+snapshot, with its model and weights, on the run's windows. Prints one line of JSON, with all losses in nats per token.
 
     python experiments/edit_judge.py RUN CONFIG [--key=value ...]
 
-    reported, plain    the run's loss, and the cross-entropy of the model's logits
-    beside, alone      the loss of one token in each of the first windows: all windows read together; before anything
-                       else, one by one, the last first, with other tokens after it
+    reported    the run's loss
+    plain       the cross-entropy of the model's logits
+    beside      the loss of one token in each of the first windows, with all windows in one batch
+    alone       the same, but before anything else, window by window, the last one first, with other tokens after it
 """
 
 import json
@@ -46,7 +47,7 @@ def main(folder, argv):
 
     @torch.no_grad()
     def of_tokens(x, y):
-        """(B, T), the loss of each token."""
+        """The loss of each token, (B, T)."""
         with distributed.autocast(config, device):
             logits = model(x)[0].float()  # (B, T, vocab_size)
         return cross_entropy(logits.transpose(1, 2), y, reduction="none").double()

@@ -1,4 +1,4 @@
-"""What a version of the code trains and loads. edit.py runs this at the top of a tree; it prints one line of JSON.
+"""What does a version of the code train and load? edit.py runs this at the top of a tree. Prints one line of JSON.
 
     python experiments/edit_probe.py CONFIG [--key=value ...] DATA
 """
@@ -49,8 +49,8 @@ def digest(content):
 
 
 def files(model):
-    """The tree's files that a run loads: what is opened or imported by now, what these files import late, and the
-    sources and headers of the kernels. Files of families/ that name none of the model's are left out."""
+    """The tree's files that a run loads: those opened or imported so far, those that they import late, and the sources
+    and headers of the kernels. Files in families/ that name none of the model's families are left out."""
     loaded = {getattr(module, "__dict__", {}).get("__file__") for module in [*sys.modules.values()]}
     unused = {str(path) for path in Path(TREE, "families").glob("[!_]*.py")
               if not re.search(rf"\b({'|'.join(model.config.families)})\b", path.read_text())}
@@ -63,7 +63,7 @@ def files(model):
 
 
 def inside(paths):
-    """{paths relative to the tree} of the files that are in it, without packages, caches and what runs write."""
+    """The paths, relative to the tree, of the files inside it, without packages, caches and files that runs write."""
     built = os.path.abspath(os.environ.get("LONGHORN_BUILD_DIR", "build"))
     found = set()
     for path in map(os.path.abspath, filter(None, paths)):

@@ -1,4 +1,4 @@
-"""How often does edit.py's verdict err? Its decision function on simulated pairs, looked at after each pair.
+"""How often is edit.py's verdict wrong? Its decision function is applied to simulated pairs, after each pair.
 
     python experiments/edit_simulation.py results/edit_simulation.json      half an hour on one core
 
@@ -42,7 +42,7 @@ def lognormal(sigma):
 
 
 def rare(sd):
-    """One pair in ten is `sd` away."""
+    """One pair in ten is off by `sd`."""
     return lambda rng, shape: rng.standard_normal(shape) + sd * (rng.random(shape) < 0.1) - 0.1 * sd
 
 
@@ -62,23 +62,25 @@ NOISE = {  # noise of a pair's difference, of mean 0; it is scaled to the SD of 
 
 
 def law(times):
-    """HEAD's loss after `times` the whole budget, minus that after the whole one."""
+    """HEAD's loss after `times` the budget, minus its loss after the whole budget."""
     return B * (times**-K - 1)
 
 
 def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, rng=0):
-    """Simulated edits that need `times` as many tokens as HEAD. Returns {"better", "worse", "same", "undecided":
-    shares, "covers": share of final intervals that hold the truth, "pairs": mean number, "half_width": median, of log
-    m}.
+    """Simulate edits that need `times` as many tokens as HEAD; sd: of a pair's difference; pairs: planned.
 
-    sd: of a pair's difference; pairs: planned.
+    Returns a dict:
+        better, worse, same, undecided: the share of edits with this verdict.
+        covers: the share of final intervals that hold the truth.
+        pairs: their mean number.
+        half_width: the median half-width of the interval of log m.
     """
     rng = np.random.default_rng(rng)
     noises = [NOISE[noise](rng, (simulations, pairs)) for _ in range(2)]  # of the difference and the sum of a pair
     difference, total = (sd / np.std(x) * x for x in noises)
     differences = difference + law(1 / times)
     head = (total - difference) / 2
-    # a shorter run has half of HEAD's noise, from their trunk, and noise of its own: more than it really has
+    # a shorter run has half of HEAD's noise, from the shared trunk, and more noise of its own than real runs have
     apart = sd * rng.standard_normal((simulations, CURVE_PAIRS, 2))
     curves = law(np.array([1 / 4, 1 / 2])) + apart - head[:, :CURVE_PAIRS, None] / 2
     limits = list(bounds(np.arange(1, pairs + 1) / pairs, ALPHA))
@@ -89,7 +91,7 @@ def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, rng=0):
         seen = differences[going, :n], curves[going, :n]
         verdict, _, low, high, *_ = decide(*seen, limits[n - 1], resample=False)
         told = np.flatnonzero(verdict != "undecided")
-        for part in np.array_split(told, len(told) // 1000 + 1):  # 4,000 resampled pairs of each: it takes memory
+        for part in np.array_split(told, len(told) // 1000 + 1):  # 4,000 resamples of each take memory
             verdict[part], _, low[part], high[part], *_ = decide(*(x[part] for x in seen), limits[n - 1])
         ends[going] = np.stack([low, high, np.full(len(going), n)], -1)
         verdicts[going] = verdict
@@ -104,9 +106,11 @@ def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, rng=0):
 
 
 def record():
-    """Every cell: [{"sd", "times", "noise", "pairs_at_most", ...}]: edits that do nothing, with each kind of noise;
-    whether the interval holds the truth; what can be found. With --pairs a verdict after any pair counts, too, although
-    edit.py goes on: a user may read the line and stop it."""
+    """Simulate all cells: [{"sd", "times", "noise", "pairs_at_most", ...}].
+
+    They show false verdicts about edits that do nothing, with each kind of noise; whether the interval holds the truth;
+    and which effects are found. A verdict after any pair counts, even where edit.py would go on because of --pairs: a
+    user may read the line and stop it."""
     cells = [(0.03, 1.0, noise, pairs) for noise in NOISE for pairs in (12, PAIRS_IN_15_MINUTES, PAIRS)]
     cells += [(sd, times, noise, PAIRS) for noise in NOISE for sd in (0.003, 0.012) for times in (1.0, 1.05, 1.1)]
     cells += [(factor * USUAL_SD, times, "normal", most) for factor in (1, 2, 3)

@@ -10,21 +10,22 @@
 All runs share one record file in out/ (--save: in results/), with a table (.md) and a picture (.png) beside it.
 
 As in the paper, validation text is rearranged into sequences of each length T, here the same text for every T. K
-sequences of the longest length M are cut into K M / T of length T, so each token is predicted once at every T, and only
-what precedes it differs. The longest sequences lie within one document if the corpus says where documents begin
-(data/pystdlib/prepare.py --documents=package) and any is long enough; otherwise they lie end to end over the split.
+sequences of the longest length M are cut into K M / T of length T. So each token is predicted once at every T, and only
+the preceding text differs. The longest sequences lie within one document if the corpus says where documents begin
+(data/pystdlib/prepare.py --documents=package) and one is long enough. Otherwise they are laid end to end over the
+split.
 
     loss(T) = mean of the K sequences' mean losses, +- s / sqrt(K); compared with the training length by sequence
 
-Text is read in chunks, the state carried from one to the next, so memory grows with T for LLaMA only, whose cache is
-its state. Where it runs out, that length and longer ones are left out.
+Text is read in chunks, and the state is carried from one to the next, so memory grows with T only for LLaMA, whose
+state is its cache. If memory runs out at a length, it and all longer ones are left out.
 
-A lower loss at a longer T says little about long memory: with a short T more tokens are near a beginning, where little
-is known yet. More telling is the loss of the same tokens in the longest T minus their loss when cut at the training
-length, place by place: then no easy stretch of text can look like memory.
+A lower loss at a longer T says little about long memory: with a short T more tokens are near the beginning of a
+sequence, with little text before them. More telling is the loss of the same tokens at the longest T minus their loss at
+the training length, place by place. There an easy stretch of text cannot look like memory.
 
-LLaMA is read a second time with its attention limited to the training length (family swa, the same weights). If its
-loss then stays low, the text had not become harder: the positions were new to the model.
+LLaMA is evaluated again with its attention limited to the training length (family swa, the same weights). If its loss
+then stays low, the text is not harder: only the positions were new to the model.
 """
 
 import dataclasses
@@ -100,7 +101,8 @@ def plan(preset, families=(), seeds=(), extra=()):
 def longest_sequences(n_tokens, documents, longest, eval_tokens=0):
     """(where the longest sequences begin, in order; the names of their documents, or None if they cross documents).
 
-    A sequence reads `longest` tokens and predicts the one after each: it takes longest + 1, and neighbours share one.
+    A sequence reads `longest` tokens and predicts the next token after each. So it takes longest + 1 tokens, and
+    neighbours share one.
 
     Args:
         n_tokens: of the split; documents: [{'name', 'start', 'tokens'}] or None; longest: tokens per sequence.
@@ -153,8 +155,8 @@ def read(lm, x, y, chunk):
 def read_length(lm, rows, T, chunk, batch_size):
     """The losses (K, M) in nats, float64, of K rows (K, M + 1) of tokens, read as K M / T sequences of length T.
 
-    If T is below the chunk, more than `batch_size` sequences are read at once, so that a call has as many tokens for
-    any T.
+    If T is below the chunk, more than `batch_size` sequences are read at once, so that a call has the same number of
+    tokens for every T.
     """
     at_once = batch_size * max(1, chunk // T)
     x, y = (tokens.reshape(-1, T).split(at_once) for tokens in (rows[:, :-1], rows[:, 1:]))  # (at_once, T) each
@@ -207,7 +209,7 @@ def measure(lm, rows, lengths, trained, chunk, batch_size):
 
 
 def limited(lm, window):
-    """The same weights with attention to the last `window` tokens only, where LLaMA's sees the whole past."""
+    """A model with the same weights, whose LLaMA layers attend only to the last `window` tokens."""
     changed = {key: re.sub(r"\bllama\b", "swa", getattr(lm.config, key)) for key in ("model", "pattern")}
     other = LM(dataclasses.replace(lm.config, window=window, **changed))
     other.load_state_dict(lm.state_dict())
@@ -227,7 +229,7 @@ def cut_text(lm, dataset, trained_on, folder, args):
                           "may hold its training text: prepare it as before, or name other text with --dataset")
     documents = (data.meta.get("documents") or {}).get("val")
     lengths = sorted(args.lengths)
-    if not lengths:  # 1, 2, 4, 8 and 16 times trained, within documents
+    if not lengths:  # 1, 2, 4, 8 and 16 times the training length, within documents
         within = max((d["tokens"] for d in documents or ()), default=len(data.val))
         lengths = [trained << i for i in range(5) if not i or trained << i < within]
     longest = lengths[-1]
@@ -244,8 +246,8 @@ def cut_text(lm, dataset, trained_on, folder, args):
 
 
 def evaluate(folder, args, run):
-    """The records of one run's checkpoint: as trained, and with limited attention if it has attention; `run`: its name.
-    Raises ConfigError, one line."""
+    """The records of one run's checkpoint: as trained, and with limited attention if it has LLaMA layers. run: its
+    name. Raises ConfigError."""
     began, device = time.perf_counter(), named_device(args.device)
     lm, meta = load_model(folder, device)
     trained = lm.config.block_size
@@ -280,22 +282,22 @@ def evaluate(folder, args, run):
 class Reading:
     save: bool = False  # write the record to results/
     chunk: Count = 1024  # tokens read at a time
-    batch_size: Count = None  # sequences at a time (1, on a GPU 8)
+    batch_size: Count = None  # sequences at a time (1; on a GPU 8)
     device: str = "auto"  # cpu or cuda (a GPU if there is one)
 
 
 @dataclass
 class Eval(Reading):
     checkpoint: list[str] = ()  # folders of runs, each with checkpoint.safetensors
-    lengths: tuple[Count, ...] = ()  # tokens (1 to 16 times trained)
-    eval_tokens: Count = None  # tokens to predict at each length (all there are)
+    lengths: tuple[Count, ...] = ()  # tokens (1 to 16 times the training length)
+    eval_tokens: Count = None  # tokens to predict at each length (all)
     dataset: str = ""  # a prepared folder, or its name in data/ (that of training)
     out: Path = None  # record file (out/extrapolation.json)
 
 
 @dataclass
 class ExtrapolationRun(Reading, Run):
-    families: list[str] = ()  # instead of the preset's: families or patterns, also with settings of their own, as in
+    families: list[str] = ()  # families or patterns instead of the preset's, also with settings, as in
     # deltanet@step=implicit
     preset: Literal[tuple(PRESETS)] = "laptop"  # see above
     seeds: tuple[Whole, ...] = ()  # one run for each (the preset's)
@@ -320,8 +322,8 @@ class Extrapolation(Experiment):
             return super().run()
         runs = {Path(folder).resolve().name: folder for folder in args.checkpoint}
         if not runs or len(runs) < len(args.checkpoint):
-            raise ConfigError(f"--checkpoint: {len(args.checkpoint)} folders of {len(runs)} names; give folders of "
-                              "different names, or use two --out, since a record has one place per name")
+            raise ConfigError(f"--checkpoint: {len(args.checkpoint)} folders with {len(runs)} names: give folders with "
+                              "different names, or use two --out, since a record has one entry per name")
         self.read(runs)
         return 0
 

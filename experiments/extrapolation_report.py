@@ -13,9 +13,9 @@ from experiments.figures import Curve, Panel, name_of
 from experiments.pages import DASH, escaped, table
 
 PERPLEXITY = """\
-Perplexity; in brackets the loss minus the loss at the training length (or else the shortest), in nats, paired, with its
-standard error over seeds, as for the loss, or over sequences where there is one seed. In the figure, training lengths
-are dashed, and the bands are these errors."""
+Perplexity at each length. Brackets hold the loss minus the loss of the same tokens at the training length (or else the
+shortest), in nats. Standard errors are over seeds, or over sequences if there is one seed. In the figure, dashed lines
+are training lengths, and bands are standard errors."""
 
 
 def in_words(text):
@@ -52,8 +52,8 @@ def over_seeds(measured, key):
 
 
 def perplexity(measured):
-    """A table cell: perplexity over the seeds at a length, the loss if there are several, and the loss minus that at
-    the training length."""
+    """A table cell: perplexity over the seeds at a length, the loss if there are several seeds, and the loss minus that
+    at the training length."""
     loss, error = over_seeds(measured, "loss")
     cell = f"{np.exp(loss):.3f}"
     if len(measured) > 1:
@@ -65,7 +65,7 @@ def perplexity(measured):
 
 
 def differences(read):
-    """Rows of a table: loss of one run minus that of another, with Welch's 95% interval over their seeds."""
+    """Rows of a table: one run's loss minus another's, with Welch's 95% interval over their seeds."""
     rows = []
     losses = lambda measured: np.array([x["loss"] for x in measured], float)  # None is NaN
     for (a, first), (b, second) in itertools.combinations(read.items(), 2):
@@ -80,9 +80,9 @@ def differences(read):
 
 
 def page(runs):
-    """Perplexity at each length, and differences over seeds."""
+    """The Page: perplexity at each length, and differences with intervals over seeds."""
     runs = runs[runs.left_out == ""]
-    groups = {}  # name without the seed: a row per seed
+    groups = {}  # name without the seed: one row per seed
     for r in runs.itertuples():
         groups.setdefault(re.sub(r", seed \d+", "", r.run), []).append(r)
     read = {name: by_length(seeds) for name, seeds in groups.items()}

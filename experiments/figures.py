@@ -24,13 +24,13 @@ LOOKS = {"attention": ("Attention", "#222222"), "based": ("Based", "#a0522d"), "
          "rwkv": ("RWKV", "#159a6f"), "llama": ("LLaMA", "#222222"), "gated_deltanet": ("Gated DeltaNet", "#5b5bd6"),
          "kda": ("KDA", "#17a2b8"), "mamba2": ("Mamba-2", "#7fb0d8"), "mesa": ("Mesa", "#4d7c0f"),
          "swa": ("Sliding window", "#555555")}
-SPARE = ("#006d77", "#c77dff", "#ff7f50", "#6a994e", "#b5179e", "#577590")  # for others
+SPARE = ("#006d77", "#c77dff", "#ff7f50", "#6a994e", "#b5179e", "#577590")  # for other families
 
 
 @dataclass
 class Curve:
-    """A curve from points (x, y) and its interval from low to high, both (points,); label: at its end; family: it gets
-    this family's colour; line: Matplotlib's markers and line. NaN and None are holes."""
+    """A curve through points (x, y), with an interval from low to high, (points,) each. label: in the legend; family:
+    sets the colour; line: Matplotlib's format. NaN and None leave gaps."""
 
     family: str
     label: str
@@ -48,7 +48,7 @@ class Curve:
 class Panel:
     """Axes with their curves; log: "x", "y" or "xy"; marks: x of dashed lines.
 
-    If y is empty, each curve is a row of its own: its points `y` lie along x, and low .. high is their one interval.
+    If y is empty, each curve is a row: its points `y` lie along x, with one interval from low to high.
     """
 
     title: str
@@ -106,7 +106,7 @@ def draw(panels, path, style=None):
 
 
 def draw_curves(axes, panel, colours):
-    """Curves over x, named from the highest end to the lowest."""
+    """Draw curves over x; the legend lists them by their last value, the highest first."""
     ends = []
     places = set()
     for curve in panel.curves:
@@ -133,7 +133,7 @@ def draw_curves(axes, panel, colours):
 
 
 def draw_lines(axes, panel, colours):
-    """A line per curve, with its points and its interval along x."""
+    """Draw a row per curve, with its points and its interval along x."""
     axes.set_yticks([-i for i in range(len(panel.curves))], [curve.label for curve in panel.curves])
     for i, curve in enumerate(panel.curves):
         axes.plot([curve.low, curve.high], [-i, -i], color=colours[curve.family], lw=2.2)

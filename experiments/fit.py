@@ -1,21 +1,22 @@
-"""The scaling law of families: its constants, the tokens and compute of one against another's, the loss of further
-runs.
+"""Fit the scaling law of families: constants, tokens and compute of one relative to another, losses of further runs.
 
-    L(N, D) = E + (A / N^alpha + B / (D - D0)^beta)^gamma    N parameters less the embedding, D tokens, L nats per token
+    L(N, D) = E + (A / N^alpha + B / (D - D0)^beta)^gamma
+
+    N parameters without the embedding, D tokens, L nats per token
 
     additive  D0 = 0, gamma = 1        Hoffmann et al. 2022, approach 3
     offset    gamma = 1                the tokens of the warmup teach less
     gamma     D0 = 0                   arXiv 2510.02228
 
 Means over seeds of log L are fitted by generalised least squares. The covariance along a trunk has a fixed shape
-(`shape`); a sweep has too few trunks to tell more than its scale. No form is chosen: choosing by a larger size finds
-the true one in less than 60% of simulated sweeps. Ratios of tokens are read off curves per size, cubic in log D.
-Intervals are quantiles over sweeps simulated from the fits of all forms, with the noise of seeds (by Student's t), the
-cost of errors in the learning rates, and the misfit beyond both.
+(`shape`); a sweep has too few trunks to estimate more than its scale. No form is chosen: in simulated sweeps, choosing
+by the loss of a larger size finds the true form less than 60% of the time. Ratios of tokens are read off curves per
+size, cubic in log D. Intervals are quantiles over sweeps simulated from the fits of all forms. They include the noise
+of seeds (by Student's t), the cost of errors in the learning rates, and the misfit beyond both.
 
 `fit_loss` alone fits any runs, by the summed Huber loss of log L, as Hoffmann et al. and Besiroglu et al. did.
-experiments/law.py does this with the records of a sweep; experiments/law_simulation.py counts how many of the intervals
-hold the truth.
+experiments/law.py applies this to the records of a sweep; experiments/law_simulation.py counts how many of the
+intervals hold the truth.
 """
 
 import itertools
@@ -29,7 +30,7 @@ DELTA = 1e-3  # Huber's threshold in log L
 EPOCH = dict(E=1.8172, A=482.0, alpha=0.3478, B=2085.4, beta=0.3658)  # Besiroglu et al. 2024, tokens of text
 MB = 2**20
 FORMS = {"additive": (), "offset": (5,), "gamma": (6,)}  # the constants that are free in addition to the first five
-PER_DOUBLING, FALL = 0.7, 0.4  # correlation of log L along a trunk; its SD falls as D^-0.4: duels at 460K and 1.5M
+PER_DOUBLING, FALL = 0.7, 0.4  # in duels: log L's correlation along a trunk; its SD falls as D^-0.4
 QUANTILES = {0.05: "lower", 0.5: "nearest", 0.95: "higher"}  # quantiles, and how each is rounded to a draw
 
 
@@ -67,8 +68,8 @@ def fit_loss(N, D, L, form="additive", whiten=None, start=None):
     x = np.log(N) - centre_N
 
     def terms(theta):
-        """The seven constants, A's and B's terms, their sum and log(D - D0). theta's A and B are logs of the terms at
-        the centre of the runs, where the constants correlate less; its D0 is in units of the fewest tokens."""
+        """The seven constants, the terms of A and B, their sum, and log(D - D0). theta has the logs of both terms at
+        the centre of the runs, where the constants correlate less, and D0 in units of the fewest tokens."""
         constants = np.array([0, 0, 0, 0, 0, 0, 1.0])
         constants[free] = theta
         _, log_A, alpha, log_B, beta, D0, _ = constants
@@ -161,7 +162,7 @@ def check_design(N, D):
     correlation = abs(np.corrcoef(np.log(N), np.log(D))[0, 1])
     if correlation >= 0.999:
         raise CannotFit(f"log N and log D are {correlation:.4f} correlated, so A / N^alpha and B / D^beta cannot be "
-                        "told apart (limit 0.999): train each size at more than one budget")
+                        "separated (limit 0.999): train each size at more than one budget")
 
 
 # ------------------------------------------------------------------------------------------------------ a family's fits
@@ -194,7 +195,7 @@ def grid(family):
 
 
 def fit_family(family, form, log_L=None, start=None):
-    """Fit to the means over seeds, or to other log_L (sizes, budgets)."""
+    """Fit a form to the means over seeds, or to other log_L (sizes, budgets)."""
     if log_L is None:
         log_L = family.log_L.mean(0)
     whiten = linalg.block_diag(*map(whitening, family.D))
@@ -213,25 +214,25 @@ def around(family, form, fitted):
 
 
 def misfit(rng, family, variance, df):
-    """A draw of the variance of the means around the law, beyond that of seeds and of the rates' costs; 0 or more.
-    variance, df: from `around`, taken as a sample's."""
+    """Draw the variance of the means around the law that seeds and the rates' costs do not explain, 0 or more.
+    variance, df: of the sample, from `around`."""
     units = np.mean([np.diag(shape(D)) for D in family.D])
     of_seeds = scale(rng, family) ** 2 * units / len(family.log_L)
     return max(0.0, variance * df / rng.chisquare(df) - of_seeds - 2 * (family.rate_cost**2).mean())
 
 
 def per_token(family, N):
-    """FLOPs per token at parameters N; between the family's sizes FLOPs per parameter are linear in log N."""
+    """FLOPs per token at N parameters; between the family's sizes, FLOPs per parameter are linear in log N."""
     return N * np.interp(np.log(N), np.log(family.N), family.flops / family.N)
 
 
 def computes(family):
-    """(9,) FLOPs from those of the family's least run to those of its largest."""
+    """(9,) FLOPs, from those of the family's smallest run to those of its largest."""
     return np.geomspace(family.flops[0] * family.D[0, 0], family.flops[-1] * family.D[-1, -1], 9)
 
 
 def optimum(fitted, family, N):
-    """(N, loss), (9,) each: the best of the candidates N for each of `computes`, and its loss."""
+    """(N, loss), (9,) each: for each of `computes`, the best candidate N and its loss."""
     N = N[:, None]
     D = np.maximum(computes(family) / per_token(family, N), fitted.D0 * 1.001 + 1)
     losses = law(N, D, *fitted[:7])
@@ -239,18 +240,18 @@ def optimum(fitted, family, N):
 
 
 def allocation(fitted, family):
-    """a of N_opt ~ C^a over the compute C of the family's runs."""
+    """The exponent a of N_opt ~ C^a over the compute C of the family's runs."""
     best, _ = optimum(fitted, family, np.geomspace(family.N[0] / 30, family.N[-1] * 30, 2000))
     return np.polyfit(np.log(computes(family)), np.log(best), 1)[0]
 
 
 def sizes_between(family):
-    """(300,) parameters between those of the smallest and of the largest size."""
+    """(300,) parameters, from those of the smallest size to those of the largest."""
     return np.geomspace(family.N[0], family.N[-1], 300)
 
 
 def frontier_losses(fitted, family):
-    """{`frontier I`: log of the least loss with the I-th of `computes`}, over parameters between the sizes."""
+    """{`frontier I`: log of the lowest loss at the I-th of `computes`}, over parameters between the sizes."""
     _, losses = optimum(fitted, family, sizes_between(family))
     return {f"frontier {i}": loss for i, loss in enumerate(np.log(losses))}
 
@@ -265,8 +266,8 @@ def frontier(fitted, family, levels):
 
 
 def compute_ratio(a, b, fitted_a, fitted_b):
-    """log2 of the ratio of FLOPs, a's over b's, for the loss of b's largest run, both on their frontier. Also its
-    slope per doubling of b's FLOPs, from there down to the loss of b's second size at the middle budget."""
+    """log2 of a's FLOPs over b's for the loss of b's largest run, both on their frontiers. Also its slope per doubling
+    of b's FLOPs, down to the loss of b's second size at the middle budget."""
     high = law(b.N[1], b.D[1, b.D.shape[1] // 2], *fitted_b[:7])
     low = law(b.N[-1], b.D[-1, -1], *fitted_b[:7])
     levels = np.geomspace(low, high, 9)
@@ -278,8 +279,8 @@ def compute_ratio(a, b, fitted_a, fitted_b):
 # ------------------------------------------------------------------------------------------------------ curves per size
 
 def curves(D, log_L):
-    """[(log D, log L), (points,) each] of every size: a cubic in log D, half a doubling beyond its ends; D, log_L
-    (sizes, budgets)."""
+    """[(log D, log L), (points,) each]: for every size a cubic in log D, continued by half a doubling at both ends. D,
+    log_L: (sizes, budgets)."""
     found = []
     for x, y in zip(np.log(D), log_L, strict=True):
         whiten = whitening(np.exp(x))
@@ -295,7 +296,7 @@ def log_tokens(points, curve, level):
 
 
 def tokens_needed(curve_a, curve_b, D):
-    """log2 of the ratio of tokens, a's over b's, for b's loss at D (budgets,), read off a curve of each."""
+    """log2 of a's tokens over b's for b's loss at D (budgets,), read off a curve of each."""
     level = np.interp(np.log(D), *curve_b)
     return (log_tokens(*curve_a, level) - np.log(D)) / math.log(2)
 
@@ -313,7 +314,7 @@ def ratios(a, b, least):
     """Ratios of tokens, a's over b's, for the same loss: {quantity: log2 of a ratio, or its slope per doubling}. Taken
     at their common sizes (two or more) and at b's budgets of at least `least` tokens.
 
-    b's loss is read at a's parameters.
+    b's loss is adjusted to a's parameters.
     """
     both = common_sizes(a, b)
     a = of_sizes(a, both)
@@ -354,7 +355,7 @@ def since(family, tokens):
 
 
 def of_sizes(family, labels):
-    """The family at sizes that it has, in this order."""
+    """The family at some of its sizes, in this order."""
     keep = [family.sizes.index(label) for label in labels]
     return Family(labels, family.N[keep], family.flops[keep], family.D[keep], family.log_L[:, keep],
                   family.rate_cost[keep])
@@ -365,13 +366,13 @@ def common_sizes(a, b):
 
 
 def scale(rng, family):
-    """A draw of the SD over seeds at 1 MB, given the one that was seen, by Student's t."""
+    """Draw the SD over seeds at 1 MB, given the observed one and its degrees of freedom."""
     variance, df = seed_noise(family)
     return math.sqrt(variance * df / rng.chisquare(df))
 
 
 def trunks(rng, family, D):
-    """A draw of the noise of log L over seeds, of a trunk per row of D (trunks, budgets)."""
+    """Draw the seed noise of log L, with one trunk per row of D (trunks, budgets)."""
     noise = rng.standard_normal(D.shape)
     for row, tokens in zip(noise, D, strict=True):
         row[:] = np.linalg.cholesky(shape(tokens)) @ row
@@ -379,7 +380,7 @@ def trunks(rng, family, D):
 
 
 def again(rng, family, misfit):
-    """A draw of how much the means (sizes, budgets) of another sweep like this one may differ; misfit: a variance.
+    """Draw how much the means (sizes, budgets) of a repeated sweep may differ; misfit: a variance.
 
     A rate with a normal error costs the square of that error, whose mean is already in every loss.
     """
@@ -389,7 +390,7 @@ def again(rng, family, misfit):
 
 
 def one_more(rng, family, fitted, misfit, N, D):
-    """A draw of log L for one more run: of a new size, or the first seed's at one of the sizes, continued to D."""
+    """Draw log L of one more run: of a new size, or of the first seed at a known size, continued to D."""
     expected = log_law(fitted, N, D)
     i = list(family.N).index(N) if N in family.N else -1
     last = family.D[i, -1]
@@ -406,14 +407,17 @@ def one_more(rng, family, fitted, misfit, N, D):
 
 
 def analyse(families, targets=None, least=MB, draws=200, seed=0):
-    """{quantity: (low, middle, high)}, the 90% interval and the median over simulated sweeps.
+    """Simulate sweeps: {quantity: (low, middle, high)}, the ends of the 90% interval and the median between them.
 
-    Quantities of a family: `NAME alpha`, `NAME a`, `NAME E`, `NAME frontier I`. Of targets {NAME: [(N, D)]}: `NAME N
-    D`, the log of a run's loss. Of the first family against another, `NAME`: the quantities of `compute_ratio`, and
-    those of `ratios` if they share two sizes or more.
+    The quantities are:
 
-    The misfit is taken around the form that fits a family best: what another form misses beyond it is in the intervals
-    already, since the forms give different values.
+        NAME alpha, NAME a, NAME E, NAME frontier I    of each family
+        NAME N D                                       the log of a run's loss, for targets {NAME: [(N, D)]}
+        NAME compute, NAME per C                       the first family against NAME, see `compute_ratio`
+        NAME tokens SIZE D, NAME per D, NAME per N     the same, see `ratios`; if they share two sizes
+
+    The misfit is taken around the form that fits a family best. What another form misses beyond that is in the
+    intervals already, since the forms give different values.
 
     Args:
         families: {name: Family}; the others are compared with the first.
@@ -454,7 +458,7 @@ def analyse(families, targets=None, least=MB, draws=200, seed=0):
 
 
 def interval(values):
-    """Quantiles of draws. Infinite draws count; a single NaN leaves the interval unknown."""
+    """Quantiles of draws. Infinite draws count; a single NaN makes the interval NaN."""
     found = []
     for quantile, method in QUANTILES.items():
         found.append(np.quantile(values, quantile, method=method).item())

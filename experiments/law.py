@@ -1,11 +1,11 @@
-"""The law of a sweep: tokens and compute of the first family against the others', predicted losses, the constants.
+"""The law of a sweep: the first family's tokens and compute relative to the others', predicted losses, and constants.
 
     python experiments/law.py out/scaling_law --predict=results/law/predictions.json     before `sweep.py law_predicted`
     python experiments/law.py out/scaling_law --out=results/law/report                   page, figure, points.csv
     python experiments/law.py results/law/report.json longhorn llama                     from the records alone
 
-The page is also right while a sweep is under way: it covers the families with three or more complete sizes, and says
-what is missing. It reads predictions.json, and simulation.json of experiments/law_simulation.py, if they lie beside it.
+The page can be written while a sweep is running: it covers the families with three or more complete sizes, and says
+what is missing. It reads predictions.json, and simulation.json of experiments/law_simulation.py, if they are beside it.
 experiments/fit.py explains the method.
 """
 
@@ -36,29 +36,31 @@ HALF = " rate/2"  # in the label of a size at half its rate
 UNITS = ("tokens read, flops of training, seconds, parameters with those of the embedding, val_loss in nats per token "
          "on all held-out files, loss_of_choosing_files on the first half of them")
 RATIO = "{:.2f} ({:.2f} .. {:.2f})"
-UNKNOWN = "cannot be told"
+UNKNOWN = "unknown"
 RATIOS = """\
-What the first family needs of another's tokens for its loss at a budget, read off a cubic in log D per size."""
+How many times another family's tokens the first needs for the other's loss at a budget, read off a cubic in log D per
+size."""
 PREDICTIONS = """\
-Losses in nats per token of one run each, predicted before it began; off: measured over predicted. The power goes
-through the two largest sizes, or budgets where the size was trained."""
+Losses in nats per token, each of one run and predicted before it began. off: measured relative to predicted. by a
+power: by a power law through the two largest sizes or, if the size was trained, through its two largest budgets."""
 PREDICTED = {"run": "{name} {size}", "tokens": "{D}", "predicted, 90%": "{loss:.4f} ({low:.4f} .. {high:.4f})",
              "either way": "{half:.1%}", "measured": "{measured:.4f}", "inside": "{inside}", "off": "{off:+.2%}",
              "by a power": "{power:.4f}", "that off": "{power_off:+.2%}"}
 CONSTANTS = """\
-L = E + (A / N^alpha + B / (D - D0)^beta)^gamma, N_opt ~ C^a over three forms of it with equal weight; compute: times
-the FLOPs for the loss of the other's largest run; per C: the factor by which that changes with twice the FLOPs."""
+L = E + (A / N^alpha + B / (D - D0)^beta)^gamma and N_opt ~ C^a, over three forms of the law with equal weight. compute:
+how many times the other's FLOPs the first family needs for the loss of the other's largest run; per C: the factor by
+which that changes when the FLOPs double."""
 COVERAGE = """\
-How many simulated sweeps of `{}` had the truth in their 90% intervals, by the form of the true law. In brackets stands
-half the mean width of an interval, in log L, log2 of a ratio, or of the constant:"""
+How many of the 90% intervals held the truth in simulated sweeps, by the form of the true law (`{}`). In brackets: half
+the mean width of an interval, in log L, in log2 of a ratio, or in the constant itself."""
 
 
 def rate_costs(searches, rates, widths):
-    """What errors of the learning rates cost in log L on average, (widths,).
+    """The mean cost in log L of errors in the learning rates, (widths,).
 
     A rate whose logarithm is off by e costs c e^2. The searches give c and the variance of e (see
-    compare.rate_variance). If there are three or more, the variance is at least that of their rates around a line in
-    log width, which sets the rates of the other sizes.
+    compare.rate_variance). With three or more searches, the variance is at least that of their rates around the line in
+    log width that sets the rates of the other sizes.
 
     Args:
         searches: {width: {rate: {seed: loss}}}; rates: {width: the rate that was chosen}, of the searched widths.
@@ -89,8 +91,8 @@ def reported(runs):
 
 
 def family_of(runs, model, with_embedding=False):
-    """The Family of a model's runs. Only budgets with two or more seeds count, and only sizes with all seeds at as many
-    budgets as any size has. None if no budget counts. with_embedding: N includes the embedding's parameters."""
+    """The Family of a model's runs. A budget counts if it has two or more seeds, a size if it has all seeds at the full
+    number of budgets. None if no budget counts. with_embedding: N includes the embedding's parameters."""
     runs = runs[runs.model == model]
     of_seeds = reported(runs)
     of_seeds = of_seeds[of_seeds.groupby(["size", "tokens"]).seed.transform("nunique") > 1]
@@ -114,7 +116,7 @@ def family_of(runs, model, with_embedding=False):
 
 
 def models_of(runs, named):
-    """The models that are named, or all of the sweep. Raises ConfigError for one that it does not have."""
+    """The named models, or all of the sweep. Raises ConfigError for a model that the sweep lacks."""
     known = list(runs.attrs.get("models") or runs.model.unique())
     for model in named:
         if model not in known:
@@ -125,7 +127,7 @@ def models_of(runs, named):
 def families_of(runs, models=(), least=MB, with_embedding=False):
     """({model: Family} of the models with enough runs from `least` tokens on to fit a law, [what each model lacks])."""
     seeds = runs[runs.stage == "seed"].groupby("size").seed.nunique()
-    expected = [size for size in runs.attrs.get("sizes", ()) if seeds.get(size) != 1]  # one: a prediction or control
+    expected = [size for size in runs.attrs.get("sizes", ()) if seeds.get(size) != 1]  # 1: a prediction or control
     families = {}
     missing = []
     for model in models or runs.model.unique():
@@ -136,7 +138,7 @@ def families_of(runs, models=(), least=MB, with_embedding=False):
             fit.check_design(*fit.grid(fit.since(family, least)) if family else ((), ()))
             families[model] = family
             if not family.rate_cost.any():
-                said.append("no search tells the error of its rates, which its intervals lack")
+                said.append("its intervals lack the error of its rates, which no search shows")
         except CannotFit as why:
             said.append(f"not fitted: {why}")
         if said:
@@ -165,13 +167,13 @@ def to_predict(families):
 
 
 def predict(path, families, least, draws):
-    """Write the losses of `sweep.py law_predicted`. Raises ConfigError if the file exists."""
+    """Predict the losses of `sweep.py law_predicted` and write them to a file. Raises ConfigError if it exists."""
     if path.exists():
-        raise ConfigError(f"--predict={path}: these predictions stand: name another file for those of other families")
+        raise ConfigError(f"--predict={path}: these predictions are final: name another file for other families")
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = to_predict(families)
     if not rows:
-        raise ConfigError("--predict: `sweep.py law_predicted` has no larger size, and continues none of these")
+        raise ConfigError("--predict: `sweep.py law_predicted` has no larger size, and continues no complete one")
     targets = {}
     for row in rows:
         targets.setdefault(row["model"], []).append((row["N"], row["tokens"]))
@@ -212,7 +214,7 @@ def beside_its_run(row, time, runs):
 
 
 def verdict(rows, words):
-    """Point 3: how many of a group of predictions held; two thirds have to lie in their intervals."""
+    """A sentence: how many of a group of predictions held; two thirds have to lie in their intervals."""
     known = [row for row in rows if "measured" in row]
     inside = sum(row["inside"] == "yes" for row in known)
     needed = math.ceil(len(rows) * 2 / 3)
@@ -225,7 +227,7 @@ def verdict(rows, words):
             f"intervals ({needed} are needed: {result})")
     if known:
         law, power = (np.mean([abs(row[key]) for row in known]) for key in ("off", "power_off"))
-        text += f"; the law is off by {law:.2%} on average, a power through the two largest by {power:.2%}"
+        text += f"; the law is off by {law:.2%} on average, a power law through the two largest by {power:.2%}"
     return f"{text}."
 
 
@@ -243,17 +245,16 @@ def trend(interval, per):
     """What a slope of log2 per doubling means, in percent."""
     words = in_words(interval, "{:+.1f}% ({:+.1f} .. {:+.1f}) per doubling", lambda x: 100 * (2**x - 1))
     if words == UNKNOWN or interval[0] <= 0 <= interval[2]:
-        return f"whether that falls or rises with {per} {UNKNOWN}" + f": {words}" * (words != UNKNOWN)
-    return f"that {'falls' if interval[2] < 0 else 'rises'} with {per}, {words}"
+        return f"there is no clear trend with {per}" + f": {words}" * (words != UNKNOWN)
+    return f"this ratio {'falls' if interval[2] < 0 else 'rises'} with {per}, {words}"
 
 
 def sentence_of_tokens(found, families, least, other):
-    """Point 1: the ratio of tokens, the first family's over another's, in the middle of the sizes and budgets of
-    both."""
+    """A sentence: the first family's tokens over another's, in the middle of the sizes and budgets of both."""
     first, *_ = families
     sizes = fit.common_sizes(families[first], families[other])
     if len(sizes) < 2:
-        return f"What {name_of(first)} needs of {name_of(other)}'s tokens {UNKNOWN}: they lack two common sizes."
+        return f"{name_of(first)} and {name_of(other)} cannot be compared at equal size: they lack two common sizes."
     size = sizes[len(sizes) // 2]
     (D,) = fit.since(fit.of_sizes(families[other], [size]), least).D
     tokens = D[len(D) // 2]
@@ -264,7 +265,7 @@ def sentence_of_tokens(found, families, least, other):
 
 
 def sentence_of_compute(found, families, other):
-    """Point 2: the ratio of compute on the frontier, the first family's over another's."""
+    """A sentence: the first family's compute over another's on the frontier."""
     first, *_ = families
     b = families[other]
     largest = f"{name_of(other)} {b.sizes[-1]} after {human(b.D[-1, -1])} tokens"
@@ -276,15 +277,15 @@ def sentence_of_compute(found, families, other):
 
 
 def sentence_of_constants(found, model):
-    """Point 4: the constants of a family."""
+    """A sentence: the constants of a family."""
     low, _, high = found[f"{model} E"]
-    floor = f"{low:.2f} .. {high:.2f}" if low > 0.01 else f"{UNKNOWN} from 0 (at most {high:.2f})"
+    floor = f"{low:.2f} .. {high:.2f}" if low > 0.01 else f"at most {high:.2f}, perhaps 0"
     return f"{name_of(model)}: alpha {in_words(found[f'{model} alpha'])}, a {in_words(found[f'{model} a'])}, E {floor}."
 
 
 def at_half_rate(runs, families, draws):
-    """Sentences: does the ratio of tokens change at half the learning rates? From one seed, with the noise of the
-    families."""
+    """Sentences: how does the ratio of tokens change at half the learning rates? From one seed, with the families'
+    noise."""
     first, *others = families
     rng = np.random.default_rng(0)
     runs = reported(runs)
@@ -305,8 +306,8 @@ def at_half_rate(runs, families, draws):
             change = fit.tokens_needed(a_half, b_half, D[0]) - fit.tokens_needed(a, b, D[0])
             changes.append(np.mean(change[np.isfinite(change)]))
         times = in_words(fit.interval(changes), of=np.exp2) if changes else UNKNOWN
-        sentences.append(f"What {name_of(first)} needs of {name_of(other)}'s tokens at half the rates, over what it "
-                         f"needs at those of the search, at {size}: {times}.")
+        sentences.append(f"{name_of(first)}'s tokens over {name_of(other)}'s for the same loss at half the learning "
+                         f"rates, relative to the chosen ones, at {size}: {times}.")
     return sentences
 
 
@@ -359,7 +360,7 @@ def rows_of_constants(choices):
 
 
 def coverage(path):
-    """A table of what a record of law_simulation.py says."""
+    """The table of a record by law_simulation.py."""
     if not path.exists():
         return "This has not been simulated: `python experiments/law_simulation.py results/law/simulation.json`."
     record = read_json(path)
@@ -410,8 +411,7 @@ def page(runs, args, out):
     sentences = [sentence_of_tokens(found, families, least, other) for other in others]
     sentences += [sentence_of_compute(found, families, other) for other in others]
     if not others:
-        sentences.append(f"What one family needs of another's tokens and compute {UNKNOWN}: {len(families)} can be "
-                         "fitted.")
+        sentences.append(f"There is nothing to compare: the law can be fitted to {len(families)} of the families.")
     for is_larger, words in (True, "of larger sizes"), (False, "of runs continued to more tokens"):
         group = [row for row in rows if row["is_larger"] == is_larger]
         if group:
@@ -439,10 +439,10 @@ def page(runs, args, out):
 @dataclass
 class Options:
     sweep: Path  # a sweep's folder, or the .json that this program or the sweep's report wrote
-    models: list[str] = ()  # the first is compared with each of the others; none given: all
+    models: list[str] = ()  # the first is compared with each of the others (all)
     least: Positive = 1.0  # MB of the smallest budget that is fitted
     draws: Count = 200  # simulated sweeps per form of the law
-    out: Path = None  # page, figure and points.csv, without ending (law/report in the folder, or beside the file)
+    out: Path = None  # page, figure and points.csv, path without ending (law/report in the folder, or beside the file)
     control: Path = None  # folder or .json of `sweep.py law_4096`
     accept_code: tuple[str, ...] = ()  # runs of this other code count too; the page says so
     predict: Path = None  # write the predicted losses of `sweep.py law_predicted` to this file, and no page

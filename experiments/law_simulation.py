@@ -2,9 +2,9 @@
 
     python experiments/law_simulation.py results/law/simulation.json
 
-Each form of the law is the truth of a third of the sweeps. Trunks are correlated; losses include what errors of the
-learning rates cost, and a misfit that no form has. Quantities are those of fit.analyse; predicted losses are those of
-runs drawn after the prediction. alpha is counted where the truth's term of N is a power.
+Each form of the law is the truth in a third of the sweeps. Losses are correlated along a trunk. They include the cost
+of errors in the learning rates, and a misfit that no form has. Quantities are those of fit.analyse; predicted losses
+are those of runs drawn after the prediction. alpha is counted where the true law's term of N is a power.
 """
 
 import re
@@ -52,7 +52,7 @@ def family_of(D, log_L):
 
 
 def another(rng, name, exact, D):
-    """log L of two seeds around the exact one (sizes, budgets)."""
+    """Draw log L of two seeds around the exact values (sizes, budgets)."""
     noise = SD[name] * rng.standard_normal((2, *exact.shape)) @ np.linalg.cholesky(shape(D)).T
     rates = np.append(COST, COST[0]) * rng.standard_normal(len(SIZES)) ** 2
     return exact + noise + rates[:, None] + MISFIT * rng.standard_normal(exact.shape)

@@ -5,8 +5,8 @@
     python experiments/objectives.py --add my_update.py    # also your own objective and update
 
 Each update is compared in float64 with a numerical minimiser that sees only L_t, on random states, keys and gates, some
-of them extreme. The mixers of model.py and mixers.py are run, and their states compared with the same updates. The
-figure shows what Eq. 7, the diagonal form that trains, misses of the decrease that Eq. 6 reaches.
+of them extreme. The mixers of model.py and mixers.py are run, too, and their states compared with the same updates. The
+figure shows how much of the decrease that Eq. 6 reaches is missed by Eq. 7, the diagonal form used in training.
 
     paper        here         shape
     S, S_{t-1}   S, S_prev    (d, N); (d,) in the families without keys (Griffin, RWKV-4)
@@ -20,7 +20,7 @@ figure shows what Eq. 7, the diagonal form that trains, misses of the decrease t
     e^-w z_{t-1} p.z          (d,)   RWKV-4: the decayed sum of weights so far, positive
 
 Eq. 7 is also an exact minimiser, but of another objective: each of the N numbers S_ij should answer x_i by itself, as
-k_j S_ij. So a pair that is written repeatedly is read back as up to N times its value; Eq. 6 stops at its value.
+k_j S_ij. So a pair that is written repeatedly is read back as up to N times its value; with Eq. 6 as its value.
 """
 
 import inspect
@@ -57,9 +57,9 @@ from experiments import figures  # noqa: E402
 HOLDS = 1e-8  # an update holds if it differs from its minimiser by at most this share of the largest number in either
 MIXER_HOLDS = 1e-5  # a mixer, in float32, holds if its states differ by at most this, relative, in the 2-norm
 DRAWS = 48  # of states, keys and gates, for each row of the table
-STREAMS = 4  # of pairs, where the diagonal form is compared with the exact one; half as many for the longest keys
+STREAMS = 4  # streams of pairs on which the two forms of Longhorn are compared; half as many for the longest keys
 NO_CURVATURE = 1e-13  # a smallest curvature of at most this, relative to the largest: no unique minimum
-COSINES = (0.0, 0.25, 0.5, 0.75, 0.95)  # of two keys, where the diagonal form is compared with the exact one
+COSINES = (0.0, 0.25, 0.5, 0.75, 0.95)  # of two keys, in the comparison of the two forms
 
 
 # ----------------------------------------------------------------------------------------------- objectives and updates
@@ -71,7 +71,7 @@ def linear_attention(S_prev, k, x, p): return S_prev + outer(x, k)
 def retnet(S_prev, k, x, p): return p.gamma * S_prev + outer(x, k)
 def gla(S_prev, k, x, p): return S_prev * p.alpha + outer(x, k)
 
-# Longhorn: Eq. 5, the update of Theorem 3.1 (Eq. 6), and the one printed next to Eq. 5 in Table 4 (Eq. 7)
+# Longhorn: Eq. 5, the update of Theorem 3.1 (Eq. 6), and the update printed next to Eq. 5 in Table 4 (Eq. 7)
 def longhorn_loss(S, S_prev, k, x, p): return sq(S - S_prev) + (p.beta * (S @ k - x).square()).sum()
 def longhorn_exact(S_prev, k, x, p):
     eps = p.beta / (1 + p.beta * (k @ k))  # (d,)
@@ -89,7 +89,7 @@ def longhorn_diagonal_loss(S, S_prev, k, x, p):
 def deltanet_loss(S, S_prev, k, x, p): return sq(S - S_prev) + 2 * p.rate * (S_prev @ k - x) @ (S @ k)
 def deltanet(S_prev, k, x, p): return S_prev - p.rate * outer(S_prev @ k - x, k)
 
-# the loss's gradient flow for a time p.rate
+# the gradient flow of DeltaNet's loss for a time p.rate
 def flow_loss(S, S_prev, k, x, p):
     N = len(k)  # d[S, x]/dt = [S, x] M; the matrix exponential does not use the update's formula
     M = torch.cat([torch.cat([-outer(k, k), k[None]]), torch.zeros(N + 1, 1, dtype=k.dtype)], 1)
@@ -98,7 +98,7 @@ def flow(S_prev, k, x, p):
     kk = k @ k
     return S_prev + torch.expm1(-p.rate * kk) / kk * outer(S_prev @ k - x, k)
 
-# the state is kept with the share a of each number, and pulled to `rest` with the share 1 - a
+# each number of the state stays with weight a, and is pulled to `rest` with weight 1 - a
 def forget(a, S, S_prev, rest=0.0): return (a * (S - S_prev).square() + (1 - a) * (S - rest).square()).sum()
 
 
@@ -107,7 +107,7 @@ class Update:
     """A row of the table: an objective, its update, and the claim about them.
 
     L, S: formulas of the two, with S' for S_prev. source: who claims that the update minimises the objective. holds:
-    whether it does; a different result is an error; None: nobody says. mixers: families whose mixers run it.
+    whether it does, None if nobody says; a different result is an error. mixers: families whose mixers run it.
     """
 
     name: str
@@ -125,16 +125,16 @@ class Update:
 UPDATES = [
     Update("linear attention", "|S - S'|^2 - 2 <S k, x>", "S' + x k^T",
            lambda S, S_prev, k, x, p: sq(S - S_prev) - 2 * (S @ k) @ x, linear_attention,
-           note="the loss of a pair, -2 <S k, x>, has no minimum, so a pair that is written again adds up"),
+           note="the loss of a pair, -2 <S k, x>, has no minimum, so a pair that is written twice adds up"),
     Update("RetNet", "g |S - S'|^2 + (1 - g) |S|^2 - 2 <S k, x>", "g S' + x k^T",
            lambda S, S_prev, k, x, p: forget(p.gamma, S, S_prev) - 2 * (S @ k) @ x, retnet,
            mixers=("retnet", "rwkv", "mamba2"),
-           note="the terms without x have their minimum at g S', not at S' as Eq. 4's divergence; the same in GLA, "
-                "Griffin and Mamba"),
+           note="the terms without x have their minimum at g S', not at S' like the divergence of Eq. 4; the same "
+                "holds for GLA, Griffin and Mamba"),
     Update("GLA, as printed", "|S - S' diag(a)|^2 + 2 <S k, x>", "S' diag(a) + x k^T",
            lambda S, S_prev, k, x, p: sq(S - S_prev * p.alpha) + 2 * (S @ k) @ x, gla, holds=False,
-           note="with a plus before the inner product the minimum is at S' diag(a) - x k^T; with a minus (next row) it "
-                "holds"),
+           note="with a plus before the inner product the minimum is at S' diag(a) - x k^T; with a minus (next row) "
+                "the update is the minimiser"),
     Update("GLA", "|S - S' diag(a)|^2 - 2 <S k, x>", "S' diag(a) + x k^T",
            lambda S, S_prev, k, x, p: sq(S - S_prev * p.alpha) - 2 * (S @ k) @ x, gla, "Table 4, except the sign",
            mixers=("gla",)),
@@ -147,8 +147,8 @@ UPDATES = [
            longhorn_loss, longhorn_exact, "Theorem 3.1", mixers=("longhorn_exact",)),
     Update("Longhorn, Eq. 7", "|S - S'|^2 + |S k - x|^2_diag(b)", "(1 - e (k*k)^T) * S' + (e * x) k^T", longhorn_loss,
            longhorn, holds=False, mixers=("longhorn",),
-           note="printed next to Eq. 5, which Eq. 6 minimises; Eq. 7 does if S' = 0, N = 1 or k has a single "
-                "nonzero entry"),
+           note="printed next to Eq. 5, which Eq. 6 minimises; Eq. 7 does so if S' = 0, N = 1 or k has a "
+                "single nonzero entry"),
     Update("Longhorn, Eq. 7, its own", "sum_ij (1 + b_i (|k|^2 - k_j^2)) (S_ij - S'_ij)^2 + b_i (k_j S_ij - x_i)^2",
            "(1 - e (k*k)^T) * S' + (e * x) k^T", longhorn_diagonal_loss, longhorn, "here",
            note="the objective that Eq. 7 minimises: each number in row i answers x_i by itself, and moves less the "
@@ -163,7 +163,7 @@ UPDATES = [
            note="--step=implicit, backward Euler: Theorem 3.1 with one b for all channels; e |k|^2 < 1 for any key"),
     Update("delta rule, exact", "|S - flow|^2,  dS/dt = -(S k - x) k^T from S' for a time of b",
            "S' - e (S' k - x) k^T,  e = (1 - exp(-b |k|^2)) / |k|^2", flow_loss, flow, "arXiv 2512.12602",
-           note="--step=exact; the flow is that linear system's matrix exponential, computed without a formula for e"),
+           note="--step=exact; the flow is computed as a matrix exponential of this linear system, without e"),
     Update("gated DeltaNet", "|S - g S'|^2 + 2 b <g S' k - x, S k>", "g S' - b (g S' k - x) k^T",
            lambda S, S_prev, k, x, p: deltanet_loss(S, p.gamma * S_prev, k, x, p),
            lambda S_prev, k, x, p: deltanet(p.gamma * S_prev, k, x, p), "here", mixers=("gated_deltanet",)),
@@ -232,7 +232,7 @@ def draws(count, elementwise, seed):
 def minimise(loss, start, *given):
     """Minimise loss(S, *given) from `start`: (S, smallest curvature, last step).
 
-    Uses SciPy's exact trust region with gradients and Hessians from autograd, then three Newton steps for the last
+    Uses SciPy's exact trust region with gradients and Hessians from autograd. Three Newton steps then give the last
     digits, which a method that compares values of the loss cannot resolve. The curvature is the smallest eigenvalue of
     the Hessian over the largest: unless it is positive, there is no unique minimiser. The step is Newton's last,
     relative to the largest number: unless it is small, no minimum was found. If the loss is not convex, the minimum may
@@ -270,10 +270,15 @@ def minimise(loss, start, *given):
 def check(row, count, seed):
     """How far `row`'s update is from the minimiser of its objective, over `count` draws.
 
-    Returns {'off': the largest difference over all draws, relative to the largest number in either; 'off_ordinary': the
-    same over draws of ordinary size; 'smallest_curvature', 'largest_last_step': see `minimise`; 'draws'; 'found': True
-    if every draw had a unique minimum; 'minimises': True if the update was always there}. Raises ConfigError for an
-    objective or update with an invalid result.
+    Raises ConfigError for an objective or update with an invalid result.
+
+    Returns a dict:
+        off: the largest difference over all draws, relative to the largest number in either.
+        off_ordinary: the same over draws of ordinary size.
+        smallest_curvature, largest_last_step: see `minimise`.
+        draws: `count`.
+        found: True if every draw had a unique minimum.
+        minimises: True if the update was at the minimum in every draw.
     """
     offs = []
     curvatures = []
@@ -387,7 +392,7 @@ SEQUENCES = {"longhorn_scan": scan_sequences, "selective_scan": scan_sequences, 
 
 @torch.no_grad()
 def operator_call(family, backend=""):
-    """The call of `family`'s mixer to its operator for some tokens, from a state that has already seen as many.
+    """Record the call of `family`'s mixer to its operator for 12 tokens, from the state after 12 others.
 
     The weights are random, because initial ones would leave every gate near its middle. Returns (the operator's name,
     {argument: tensor}, state after the call), all float64. Raises RuntimeError unless the mixer calls it exactly once.
@@ -417,7 +422,7 @@ def operator_call(family, backend=""):
 
 
 def mixer_off(family, update, backend=""):
-    """Relative difference, in the 2-norm, between the last states of `family`'s mixer and of `update` step by step."""
+    """Relative difference, in the 2-norm, between the last states of `family`'s mixer and of `update`, step by step."""
     name, arguments, state = operator_call(family, backend)
     S, after, k, x, gates = SEQUENCES[name](arguments, state)
     of_heads = torch.vmap(lambda S, k, x, gates: update(S, k, x, SimpleNamespace(**gates)))
@@ -487,9 +492,9 @@ def diagonal_table(record):
     cells = [["N", "eps k^2", *(f"cosine {cosine:g}" for cosine in COSINES)]]
     for (N, writes), missed in by_cosine(record).items():
         cells.append([str(N), f"{writes:.2f}", *(f"{abs(share):.2f}" for share in missed)])
-    return [*wrapped("""The cost of the diagonal form, over streams of 8 N pairs: the share of the possible decrease
-        of Eq. 5 that a step of Eq. 7 from its own state misses (0: the minimiser, 1: as good as no step), by N, by the
-        share of a value that a step writes, and by the cosine of two keys."""), "", table(cells)]
+    return [*wrapped("""The cost of the diagonal form: the share of the possible decrease of Eq. 5 that a step of
+        Eq. 7 from its own state misses (0: the minimiser, 1: as good as no step). Over streams of 8 N pairs, by N, by
+        the share of a value that a step writes, and by the cosine of two keys."""), "", table(cells)]
 
 
 def by_cosine(record):

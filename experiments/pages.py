@@ -35,8 +35,8 @@ p:has(img) {{ max-width: none; overflow-x: auto }} img {{ width: 100%; min-width
 
 @dataclass
 class Page:
-    """What a report says: its sentences, blocks of Markdown above and below the figure, and the figure's Panels; csv:
-    {name: DataFrame} for files beside the page, which begin with attrs["head"] if there is one."""
+    """The content of a report: its sentences, blocks of Markdown above and below the figure, and the figure's Panels.
+    csv: {name: DataFrame} for files beside the page; a file begins with its attrs["head"], if any."""
 
     sentences: list
     above: list
@@ -96,7 +96,7 @@ def filled(template, row):
 
 
 def origin(runs):
-    """How many runs count, where and when they ran, with which software and code; in words."""
+    """In words: how many runs count, where and when they ran, and with which software and code."""
     used = runs[runs.left_out == ""]
 
     def all_of(key):
@@ -109,7 +109,7 @@ def origin(runs):
     for commit, changed in zip(used.commit, used.uncommitted_changes, strict=True):
         if commit:
             commits[commit[:12] + " with uncommitted changes" * (changed is True)] = None
-    return (f"{len(used)} of {len(runs)} runs are used. {all_of('device')}; begun {began or 'unknown'}; torch "
+    return (f"{len(used)} of {len(runs)} runs are used. {all_of('device')}; started {began or 'unknown'}; torch "
             f"{all_of('torch')}, Python {all_of('python')}, products in {all_of('dtype')}; commit "
             f"{', '.join(commits) or 'unknown'}, code {all_of('code')}.")
 
@@ -121,11 +121,11 @@ def uncommitted(runs):
 
 
 def code(runs):
-    """Blocks of Markdown: the versions of the code that the runs have, if there are several."""
+    """Blocks of Markdown: the versions of the runs' code, if there are several."""
     versions = runs.attrs["code"]
     how = "Only runs of the first version are compared."
     if runs.attrs["accepted"]:
-        how = f"Those of {', '.join(runs.attrs['accepted'])} are compared with the others because of --accept_code."
+        how = f"Runs of {', '.join(runs.attrs['accepted'])} are compared with the others because of --accept_code."
     if len(versions) < 2:
         return []
     rows = []
@@ -136,8 +136,8 @@ def code(runs):
         rows.append(version | {"changed": changed})
     columns = {"code": "{code}", "commit": "{commit:.12}", "runs": "{runs}", "used": "{used}",
                "files that differ from the first": "{changed}"}
-    return [table(rows, columns, f"The runs have {len(versions)} versions of the code, which is identified by the "
-                                 f"content of the files that were imported. {escaped(how)}")]
+    return [table(rows, columns, f"The runs have {len(versions)} versions of the code. A version is identified by "
+                                 f"the contents of the imported files. {escaped(how)}")]
 
 
 def left_out(runs):
@@ -152,8 +152,8 @@ def left_out(runs):
 # ---------------------------------------------------------------------------------------------------------------- files
 
 def write(title, page, out, style=None):
-    """Write a Page as `out`.md, the same with its figure inside as .html, and the figure as .png; style: see
-    figures.draw. Returns {kind: path}."""
+    """Write a Page as `out`.md, as .html with the figure inside, and the figure as .png; style: see figures.draw.
+    Returns {kind: path}."""
     from markdown_it import MarkdownIt
 
     paths = {kind: Path(f"{out}.{kind}") for kind in ("md", "html")}
@@ -176,12 +176,12 @@ def write(title, page, out, style=None):
 
 
 def report(kind, title, page_of, source, out=None, accept_code=(), style=None):
-    """Write page and figure from a sweep's folder, along with its records in one file, or from such a file. Print the
-    page's sentences.
+    """Write page and figure from a sweep's folder or saved file, and print the page's sentences. A folder's records are
+    also saved to one file.
 
     Args:
         kind, accept_code: see records.read.
-        page_of: page_of(runs) returns the Page of runs, at least one of which counts.
+        page_of: page_of(runs) returns the Page; at least one run counts.
         out: path of the files without extension (default: `report` in the folder, or beside the file).
         style: a .mplstyle file for the figure, over ours.
     Returns {kind: path}. Raises ConfigError, OSError if `out` cannot be written.

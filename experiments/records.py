@@ -4,11 +4,11 @@
     runs = records.read("results/scaling_laptop.json")      # or the folder of a sweep: "out/scaling_laptop"
     runs[runs.stage == "seed"].groupby(["size", "model", "tokens"]).val_loss.agg(["mean", "std", "count"])
 
-A folder contains plan.json, and config.json, log.jsonl and result.json of each run; a file is what save() makes of a
-folder: the same records, with what runs share written once. A run counts only if its records are complete, agree with
-each other and with the plan, and have the code, data and common settings of most runs in the sweep. For other runs the
-table has only their place in the plan and, in `left_out`, the reason. `accept_code` admits runs of other versions of
-the code, if the changes are known to be harmless.
+A folder contains plan.json, and config.json, log.jsonl and result.json of each run. A file is what save() makes of a
+folder: the same records, with shared values written once. A run counts only if its records are complete and agree with
+each other and with the plan. It must also have the code, data and common settings of most runs in the sweep. For other
+runs the table has only their place in the plan and, in `left_out`, the reason. `accept_code` admits runs of other
+versions of the code, if the changes are known to be harmless.
 """
 
 import functools
@@ -35,7 +35,7 @@ ENVIRONMENT = ("commit", "uncommitted_changes", "cpu", "torch", "python")
 
 @dataclass
 class Kind:
-    """What is specific to the records of an experiment: a row of KINDS.
+    """A row of KINDS: what is specific to the records of an experiment.
 
     place: what identifies a run, as named in the plan. point: the parts of the place that the runs of one point
     share, along with all settings. same: settings that all runs share. measure: what the log must end with.
@@ -53,14 +53,15 @@ Records = namedtuple("Records", "result config evaluations")  # result.json, con
 
 
 def check_packages(modules=("pandas", "tabulate", "markdown_it")):
-    """Raises ConfigError, with the command to type, if a package is not installed. Default: those of the reports."""
+    """Raises ConfigError, with the command to type, if a package is not installed. Default: the packages of the
+    reports."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
             raise ConfigError(f"{module} is not installed: pip install --group experiments")
 
 
 def stem(model):
-    """The family or pattern of a model's name in the plan, without what follows the @."""
+    """The family or pattern in a model's name in the plan: the part before the @."""
     return model.partition("@")[0]
 
 
@@ -73,11 +74,16 @@ def label_settings(model):
 def read(source, accept_code=(), kind=None):
     """The records of a sweep's folder or saved file as a DataFrame, in the order of the plan.
 
-    Columns are the keys of result.json and config.json, and: run, left_out ("" if the run counts), device (name of the
-    GPU or CPU), code, commit, cpu, torch, python, time (when it began), and those that of_scaling, of_recall and
-    of_extrapolation add. attrs: kind, name, the plan's entries about the whole sweep, `settings` that its runs share,
-    and `code`: a dict per version of the code, the most frequent first, with its commit, how many `runs` finished, how
-    many are `used`, and `changed_files`, which differ from the first version (None: not recorded).
+    Columns are the keys of result.json and config.json, those that of_scaling, of_recall and of_extrapolation add, and:
+
+        run, code, commit, cpu, torch, python
+        left_out    "" if the run counts
+        device      name of the GPU or CPU
+        time        when it began
+
+    attrs has kind, name, the plan's entries about the whole sweep, the `settings` that its runs share, and `code`. This
+    is a dict per version of the code, the most frequent first, with its commit, how many `runs` finished, how many are
+    `used`, and the `changed_files` that differ from the first version (None: not recorded).
 
     Args:
         accept_code: versions of the code whose runs also count.
@@ -116,7 +122,7 @@ def kind_of(plan, source):
 
 
 def frame_of(rows, kind):
-    """The rows as a DataFrame; a column of whole numbers keeps them even if a run lacks one."""
+    """The rows as a DataFrame; a column of whole numbers keeps them even if a run lacks its number."""
     import pandas
 
     first = ["run", *KINDS[kind].place, "left_out", "device", "code", *ENVIRONMENT, "time"]
@@ -132,10 +138,10 @@ def is_whole(value):
 # ---------------------------------------------------------------------------------------------- which runs are compared
 
 def compared(kind, plan, records, source, accept_code):
-    """(rows, attrs) from what `load` gives of a sweep: which runs are comparable, and why the others are not."""
+    """(rows, attrs) of a sweep that `load` has read: which runs are comparable, and why the others are not."""
     rows = {}
     reasons = {}
-    environments = {}  # of each version of the code; a run that began in one and ended in another has the last one's
+    environments = {}  # of each version of the code; a run with several versions has the environment of its last
     known = set()
     cells = plan.pop("cells")
     for name, at in cells.items():
@@ -208,7 +214,7 @@ def finished_records(folder):
 
 
 def why_unfinished(folder):
-    """In words, how far a run without a result came. Raises BadRecord."""
+    """In words: how far a run without a result got. Raises BadRecord."""
     events = read_log(folder)
     if not events:
         return "not run"
@@ -259,7 +265,7 @@ def check_outcome(kind, result, config):
     if kind.measure == "val_loss":
         guessing = math.log(config["vocab_size"])
         if not (is_number(value) and value < guessing):
-            raise BadRecord(f"its loss is {str(value)[:40]}, and guessing's {guessing:.3f}: it diverged")
+            raise BadRecord(f"its loss is {str(value)[:40]}, that of guessing {guessing:.3f}: it diverged")
     elif not (value == 0 or is_number(value) and value <= 1):
         raise BadRecord(f"its accuracy is {str(value)[:40]}")
     for key in ("seconds", "parameters"):
@@ -282,8 +288,8 @@ def check_place(kind, name, at, result, record):
             ran[key] = config[setting]
     ran |= {"model": config.get("pattern") or config["model"], "code": record["environment"]["code"],
             "folder": Path(config["out_dir"]).name, "dtype": config["dtype"]}
-    follows = {}  # from others of the run's numbers; what the plan says about them is an estimate
-    if kind.measure == "val_loss":  # the others may stop early
+    follows = {}  # from other numbers of the run; those in the plan are estimates
+    if kind.measure == "val_loss":  # other kinds may stop early
         derived = record["derived"]
         tokens = ran["tokens"] = config["max_iters"] * config["batch_tokens"]
         follows = {"tokens_per_second": round(tokens / result["seconds"]), "flops": tokens * derived["flops_per_token"],
@@ -359,7 +365,7 @@ def of_images(row, record, evaluations):
 
 
 def settings_of_point(kind, config):
-    """What runs must share to be averaged at one point of a figure, in addition to what all runs of the sweep share."""
+    """The settings that runs must share to be averaged at one point of a figure, beyond those that all runs share."""
     from runtime.folder import MAY_CHANGE_ON_RESUME, OF_THE_SCHEDULE  # late: it imports PyTorch
 
     others = {"seed", "learning_rate", *kind.same, *SAME_AT_A_LENGTH} | MAY_CHANGE_ON_RESUME - OF_THE_SCHEDULE
@@ -479,7 +485,7 @@ def save(source, path):
 
 
 def kept(records, files):
-    """What the file keeps of a run; {version: {path: hash}} of its code goes to `files`. Raises BadRecord."""
+    """What the file keeps of a run. The files of its code go to `files`, {version: {path: hash}}. Raises BadRecord."""
     with fields():
         cell = {**records.config, "result": records.result, "eval": {}}
         environment = cell["environment"]

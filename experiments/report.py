@@ -4,8 +4,8 @@
     report.html    the same page, with the figure    pairs.csv      a line per pair of families and budget
                                                      losses.csv     a line per family and size
 
-Learning rates are chosen on the first half of the held-out files, by seeds that are not reported; all other numbers are
-on all files.
+Learning rates are chosen on the first half of the held-out files, with seeds that are not reported; all other numbers
+are on all files.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from experiments.sweeps import runner
 
 REPO = Path(__file__).resolve().parents[1]
 
-# The paper's Table 1: loss in nats per token of OpenWebText, by family and by size in preset paper
+# The paper's Table 1: loss in nats per token of OpenWebText, by family and size of the preset paper
 PAPER = pandas.DataFrame({
     "retnet": (3.569, 3.492, 3.362, 3.227),
     "gla": (3.381, 3.364, 3.018, 3.001),
@@ -51,14 +51,14 @@ LOSS_COLUMNS = {
     "tokens/s": "{speed:,.0f}", "the paper's": "{paper:.3f}"}
 DIFFERENCES = """\
 Brackets hold 95% intervals over seeds, held-out files and the choice of the learning rates: SE times the quantile of
-Student's t with these degrees of freedom, either way. The squares of the three parts add up to that of the SE; a part
-of the files that is estimated below 0 is shown as 0. Tokens: the first family needs this many times the other's tokens
-to reach the other's loss at the budget in the row, read off the better one's curve over budgets; below 1 the first is
-better. FLOPs and seconds: the same, times the cost per token of each. Compare seconds only between runs on an otherwise
-idle machine. If the interval contains 1, the two cannot be told apart, and are equal within its ends. Intervals are per
-pair; p is corrected by Holm's method for all pairs of this page. Where the search does not show the error of the chosen
-rates, the interval lacks it, and that part is nan. Per doubling: how the difference changes with twice the tokens. Only
-the learning rate was tuned per family."""
+Student's t with df degrees of freedom, either way. The squares of the three parts of the SE add up to its square; a
+negative estimate for the files is shown as 0. Tokens: how many times the other family's tokens the first needs to reach
+the other's loss at the row's budget. It is read off the better family's curve over budgets; below 1 the first is
+better. FLOPs and seconds: the same, times the ratio of the costs per token. Compare seconds only between runs on an
+otherwise idle machine. If the interval contains 1, the difference is not significant, and the two are equal within its
+ends. Each interval is for one pair; p is corrected by Holm's method for all pairs on this page. If the search cannot
+tell the error of the chosen rates, the interval does not include it, and that part is nan. Per doubling: how the
+difference changes when the tokens double. Only the learning rate was tuned for each family."""
 NATS = "{mean:+.4f} ({low:+.4f} .. {high:+.4f})"
 SPAN = {}  # of tokens, FLOPs and seconds: 0.98 (0.95 .. 1.01)
 for cost in ("tokens", "FLOPs", "seconds"):
@@ -85,7 +85,7 @@ class Entry:
     rate: float
     search: dict  # {rate: {seed: loss on the choosing files}}; inf: diverged
     searched: int  # tokens of each run of the search
-    search_noise: tuple  # (variance over seeds of a reported run of the search's budget, degrees of freedom)
+    search_noise: tuple  # (variance over seeds of reported runs at the search's budget, degrees of freedom)
     notes: list
     main: int = 0  # tokens of the budget that is compared, the same for all families of the size
     documents: dict = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Entry:
 
 
 def collect(runs):
-    """[[Entry] of a size], the smallest size first, in each the families in the plan's order."""
+    """[[Entry] of each size]: the smallest size first, the families in the plan's order."""
     about = runs.attrs
     seconds = (runs.seconds / runs.tokens).astype(float)
     runs = runs.assign(flops_per_token=runs.flops / runs.tokens, log_seconds=np.log(seconds))
@@ -134,20 +134,20 @@ def collect(runs):
         if e.search:
             searched[e.model] = e
             if e.main > 3 * e.searched:  # usually 2
-                e.notes.append(f"the learning rate was chosen after {human(e.searched)} tokens: intervals have the "
-                               "error of this search, but longer runs may want another rate")
+                e.notes.append(f"the learning rate was chosen after {human(e.searched)} tokens: intervals include "
+                               "the error of this search, but longer runs may need another rate")
         elif e.rate and e.model in searched:
             before = searched[e.model]
             e.search = before.search
             e.search_noise = before.search_noise
-            e.notes.append(f"the learning rate is that of {before.size}, scaled by 1 / width: intervals have the error "
-                           "of its search, not that of the scaling")
+            e.notes.append(f"the learning rate is that of {before.size}, scaled by 1 / width: intervals include the "
+                           "error of that search, but not of the scaling")
     return sizes
 
 
 def choose_main(families):
-    """Set `main` of a size's Entries: the budget at which the family with the fewest seeds has the most; if two tie,
-    the longer one."""
+    """Set `main` of a size's Entries: the budget at which the family with the fewest seeds has the most seeds; if two
+    tie, the longer one."""
     with_runs = [e for e in families if e.documents]
     if not with_runs:
         return
@@ -160,7 +160,7 @@ def choose_main(families):
 
 
 def entry_of(model, size, cells):
-    """The Entry of a family's runs at a size; `main` is set by choose_main."""
+    """The Entry of a family's runs at a size; choose_main sets its `main`."""
     notes = []
     search = records.search_of(cells)
     tried = cells[cells.stage == "search"].tokens.dropna()
@@ -171,7 +171,7 @@ def entry_of(model, size, cells):
         notes.append(f"learning rates tried for {human(searched)} tokens, with the loss on the first half of the "
                      f"files: {', '.join(said)}")
         if best.beyond:
-            notes.append(f"the best learning rate, {best.rate:g}, is still at the edge of those tried")
+            notes.append(f"the best learning rate, {best.rate:g}, is at the edge of the rates tried")
 
     planned = cells[cells.stage == "seed"]
     runs = planned[planned.left_out == ""]
@@ -183,7 +183,7 @@ def entry_of(model, size, cells):
     elif missing:
         notes.append(f"{missing} of {planned.seed.nunique()} planned seeds have no usable run yet")
     if len(rates) > 1:
-        notes.append(f"seeds ran at several rates, {', '.join(f'{r:g}' for r in rates)}: those at {rate:g} count")
+        notes.append(f"seeds ran at several rates, {', '.join(f'{r:g}' for r in rates)}: only those at {rate:g} count")
     runs = runs[runs.learning_rate == rate]
 
     cosines = cells[(cells.stage == "cosine") & (cells.left_out == "") & (cells.learning_rate == rate)]
@@ -201,9 +201,9 @@ def entry_of(model, size, cells):
 # -------------------------------------------------------------------------------------------------------------- numbers
 
 def pair_rows(families, a, b):
-    """A row per budget that two Entries share: the difference; the ratios of tokens, FLOPs and seconds, a's over b's,
-    for the same loss; and the nats that a's curve falls over the paper's claim. The row of the compared budget also
-    says how the difference changes with the budgets."""
+    """A row per budget that two Entries share: the difference in loss; a's tokens, FLOPs and seconds over b's for the
+    same loss; and the nats that the paper's claim is worth on a's curve. The row of the main budget also says how the
+    difference changes with the budget."""
     budgets = sorted(a.documents.keys() & b.documents.keys())
     rates = compare.rate_variance(a, b)
     rows = []
@@ -248,7 +248,8 @@ def multipliers(families, a, b, tokens, d):
 
 
 def crossings(rows):
-    """In words, the tokens at which the difference of `pair_rows` is 0, between two budgets with opposite signs."""
+    """In words: the tokens at which the curves cross, interpolated between budgets with differences of opposite
+    sign."""
     found = []
     for row, following in itertools.pairwise([row for row in rows if "mean" in row]):
         if row["mean"] * following["mean"] < 0:
@@ -276,7 +277,7 @@ def loss_row(e, is_winner, is_paper):
 
 
 def winner(families):
-    """compare.Winner of a size: which family is below all others."""
+    """The compare.Winner of a size: the family whose loss is below all others."""
     by_name = {name_of(e.model): e for e in families if len(e.at_main)}
 
     def p_of(*names):
@@ -289,7 +290,8 @@ def winner(families):
 
 
 def cost_lines(used):
-    """Lines with the hours that the runs took. A branch counts from where it branched, and each process counts."""
+    """Lines: the hours that the runs took. A branch counts from its first step, and the hours of all processes add
+    up."""
     seconds = (1 - used["from"] / used.steps) * used.seconds
     lines = []
     hours = seconds * used.processes / 3600
@@ -297,13 +299,13 @@ def cost_lines(used):
     for kind, total in hours.groupby(np.where(used.device == used.cpu, "CPU hours", "GPU hours")).sum().items():
         lines.append(f"All used runs together took {total:.2f} {kind}, with {processes} process(es) each.")
     begun = pandas.to_datetime(used.time, utc=True, errors="coerce")
-    if begun.notna().all():  # some older runs do not say when
+    if begun.notna().all():  # some older records lack the time
         spent = 0.0
         last = -math.inf
         for begin, of_run in sorted(zip([time.timestamp() for time in begun], seconds, strict=True)):
             spent += max(0.0, begin + of_run - max(begin, last))
             last = max(last, begin + of_run)
-        lines.append(f"At least one of them was under way for {runner.hours(spent)}.")
+        lines.append(f"At least one of them was running for {runner.hours(spent)}.")
     return lines
 
 
@@ -318,7 +320,7 @@ def sentences(pairs):
         off = [max(1 - row["tokens_low"], row["tokens_high"] - 1) for row in of_both
                if row.get("tokens_low", 2) <= 1 <= row["tokens_high"]]
         if len(off) == len(of_both):
-            told += f"; they cannot be told apart, and are equal within {math.ceil(100 * max(off))}%"
+            told += f"; the difference is not significant, and they are equal within {math.ceil(100 * max(off))}%"
         texts.append(f"{name_of(a)} {told}.")
     return texts or ["No two families have usable runs at a common budget: there is nothing to compare."]
 
@@ -329,20 +331,20 @@ def result(row):
         return f"has one seed at {row['size']}, which gives no interval"
     other = name_of(row["b"])
     if "tokens" not in row:
-        return (f"ends {NATS.format(**row)} nats from {other} at {row['size']}; its budgets do not tell how many "
-                "tokens that is")
+        return (f"ends {NATS.format(**row)} nats from {other} at {row['size']}; its budgets do not show how many "
+                "tokens that is worth")
     inside = [f"{SPAN[cost].format(**row)} times its {cost}" for cost in ("FLOPs", "seconds") if cost in row]
     if row["beyond"]:
-        inside.append("beyond the budgets it ran")
+        inside.append("beyond the budgets that ran")
     excludes_0 = row["low"] > 0 or row["high"] < 0
     if excludes_0 and row["p_holm"] >= 0.05:
-        inside.append(f"not decided: p = {row['p_holm']:.2g} by Holm's method")
+        inside.append(f"not decided: p = {row['p_holm']:.2g} after Holm's correction")
     return f"needs {SPAN['tokens'].format(**row)} times {other}'s tokens at {row['size']} ({', '.join(inside)})"
 
 
 def paper_lines(rows):
-    """What the paper claims about Longhorn and Mamba, in nats for these rows, and how many tokens its Table 1 amounts
-    to."""
+    """Lines: the paper's claim about Longhorn and Mamba in nats for these rows, and how many tokens its Table 1 is
+    worth."""
     claimed = [f"{-row['of_claim']:.3f} nats at {row['size']} after {row['D']} tokens" for row in rows
                if (row["a"], row["b"]) == ("longhorn", "mamba") and "of_claim" in row]
     if not claimed:
@@ -429,7 +431,7 @@ def write(source, out=None, accept_code=(), save_it=False, style=None):
 
     Args:
         out: output folder (default: the sweep's folder, or a folder beside the file, with the same name).
-        save_it: write the records to results/<name>.json first, and the report of these to results/<name>/.
+        save_it: write the records to results/<name>.json first, and their report to results/<name>/.
         accept_code, style: see pages.report.
     """
     source = Path(source)

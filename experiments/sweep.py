@@ -8,8 +8,8 @@
     python experiments/sweep.py paper --dry-run --gpus=8 --gpu=H100      the paper's 24 cells, planned on any machine
     python experiments/sweep.py report out/duel_longhorn_mamba           from the records alone
 
-Stop it at any moment: the same command resumes. More seeds, sizes, budgets or families join the same folder, and what
-has finished is not run again. --cluster=slurm and --cluster=ray run it on many machines. docs/experiments.md explains
+Stop it at any moment: the same command resumes. More seeds, sizes, budgets or families join the same folder, and
+finished runs are not run again. --cluster=slurm and --cluster=ray run it on many machines. docs/experiments.md explains
 the numbers of a preset.
 
 A model of your own takes part once it has an entry in model.py's FAMILIES and a config/<model>_laptop.py. Settings of
@@ -46,8 +46,8 @@ from runtime.records import BadRecord, fields, is_finished  # noqa: E402
 FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv")  # of the paper's Table 1
 SET_BY_THE_SWEEP = ("out_dir", "resume", "model", "pattern", "seed", "max_iters", "learning_rate", "warmup_iters",
                     "schedule", "min_lr", "branch", "keep_steps")
-FIRST_SEED, LABELLED = 1001, 1000  # seeds of the search are 1, 2 ...; NAME@WORD has seeds LABELLED higher, so that
-# its runs differ from NAME's; NAME@key=value has NAME's seeds, so the same tokens in the same order
+FIRST_SEED, LABELLED = 1001, 1000  # a search has seeds 1, 2 ...; NAME@WORD has seeds LABELLED higher than NAME's, so
+# that its runs differ; NAME@key=value has NAME's seeds, so it sees the same tokens in the same order
 EXTENSIONS = 3  # rates that a search may add beyond its edge
 
 
@@ -59,23 +59,23 @@ class Size:
     steps: int = None  # the budget of every reported seed; None: the config's own schedule
     budgets: tuple = ()  # further budgets, for the curve of the multipliers; longer ones only for the first two seeds
     seeds: int = 1  # reported seeds
-    search: int = 0  # seeds of the search for a rate; 0: the rate follows from the sizes before, see rate_by_width
+    search: int = 0  # seeds of the search for a rate; 0: the rate follows from earlier sizes, see rate_by_width
     rates: int = 4  # rates that a search begins with
     search_steps: int = None  # the budget of a search; None: half of `steps`
-    times: float = 1.0  # factor on the rate that follows from the sizes before
+    times: float = 1.0  # factor on the rate that follows from earlier sizes
     mlp: dict = field(default_factory=dict)  # {family: mlp_multiple}, where rounding makes a family larger or smaller
     config: str = "laptop"
 
 
 @dataclass(frozen=True)
 class Preset:
-    sizes: dict  # label: Size; those with a search before those whose rate follows from it
+    sizes: dict  # {label: Size}; a size with a search comes before those whose rate follows from it
     models: tuple = FAMILIES
-    warmup: int = 0  # steps of every run, 5% of half the budget; the same for all, or none could branch from another
+    warmup: int = 0  # steps of every run, 5% of half the budget; the same for all, so that runs can branch
     rate_times_width: float = 0.36  # centre of the first size's learning-rate grid, times width
     args: tuple = ()  # for every run
     families: dict = field(default_factory=dict)  # {family: fields of its sizes that differ from `sizes`}
-    one_by_one: bool = False  # one family and size after the other, no cosine; else each seed of everything in turn
+    one_by_one: bool = False  # one family and size after the other, no cosine; else seed by seed
     folder: str = ""  # in out/, unless --out is given; "": scaling_<name>
 
     def size(self, model, label):
@@ -111,7 +111,7 @@ OF_LAW = Preset(LAW, LAW_FAMILIES, warmup=51, args=LAW_ARGS, one_by_one=True, fo
 
 
 def rung(n_layer, width, millions, **search):
-    """A size of the law on GPUs, with 20 to 200 tokens per parameter; search: of its rate, at 20."""
+    """A size of the law on GPUs, with 20 to 200 tokens per parameter; search: settings of its search, at 20 tokens."""
     argv = (f"--n_layer={n_layer}", f"--n_head={width // 64}", f"--n_embd={width}")
     steps = [round(tokens * millions * 1e6 / 2**19) for tokens in (20, 43, 93, 200)]
     return Size(argv, steps[-1], tuple(steps[:-1]), seeds=2, search_steps=steps[0], config="120m", **search)
@@ -151,7 +151,7 @@ PRESETS = {
 # ----------------------------------------------------------------------------------------------------------------- plan
 
 def load(argv):
-    """The settings that `argv` gives train.py, with paths relative to the repository; read once, so do not change
+    """The settings that `argv` gives train.py, with paths relative to the repository. They are cached, so do not change
     them."""
     paths = [str(REPO / a) if a.endswith(".py") and not a.startswith("--") else a for a in argv]
     return load_once(tuple(paths))
@@ -169,7 +169,7 @@ def config_file(model, config):
 
 
 def check_configs(preset):
-    """Raises ConfigError that names all config files that are missing, of any family at any size."""
+    """Raises ConfigError with the names of all missing config files, of any family at any size."""
     from families import FAMILIES as known
 
     files = {}
@@ -321,8 +321,8 @@ def line_of_rates(found):
 
 
 def rate_by_width(found, width):
-    """The rate at a width from those {width: rate} that searches found: by the line through three or more, else as
-    1 / width from the last."""
+    """The rate at a width, from the {width: rate} that searches found: on the line through three or more, else the last
+    one scaled by 1 / width."""
     if len(found) < 3:
         last, rate = list(found.items())[-1]
         return rate * last / width
@@ -338,8 +338,8 @@ def search_cells(preset, model, size, rates):
 
 
 def searched(folder, cells):
-    """BestRate of a search by the first half of the files; None if no run is usable, or while the result of one is
-    missing, since it could move the choice."""
+    """The BestRate of a search, by the first half of the files. None if no run is usable, or while a result is missing,
+    since it could change the choice."""
     losses = {}
     for cell in cells:
         try:
@@ -353,8 +353,8 @@ def searched(folder, cells):
 
 
 def search(preset, folder, size, grids, go):
-    """{model: BestRate or None} at a size; grids {model: the rates to begin with} are extended beyond an edge where the
-    best lies. Rates that an earlier command tried beyond them do not count, so the choice is the same no matter how
+    """{model: BestRate or None} at a size; grids {model: the rates to begin with} are extended beyond an edge if the
+    best rate is there. Other rates that an earlier command tried do not count, so the choice is the same no matter how
     many times a search is stopped.
     """
     bests = {}
@@ -371,7 +371,7 @@ def search(preset, folder, size, grids, go):
 
 
 def find_rates(preset, folder, go, plan_only=False):
-    """{(model, size): rate}; `go(cells)` runs what a search needs. A rate at which seeds are already reported stays.
+    """{(model, size): rate}; `go(cells)` runs what a search needs. A rate that reported seeds have used stays.
     plan_only: `go` runs nothing, and a search without a usable run takes its middle rate.
     """
     plan = runner.read_plan(folder, new=True)["cells"]
@@ -416,13 +416,13 @@ def vocabulary(dataset):
 
 
 def seconds_per_token(config):
-    """Of training on one core of this machine: the fastest of three micro-batches, forward and backward."""
+    """Seconds of training per token on one core of this machine: the fastest of three micro-batches."""
     import torch
 
     from model import LM
     from runtime.distributed import autocast, pick_dtype
 
-    torch.set_num_threads(1)  # as many as a run has, where one runs on each core
+    torch.set_num_threads(1)  # as many as a run has if each core has one
     device = torch.device("cpu")
     config.dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
     model = LM(config)
@@ -440,8 +440,8 @@ def estimate(cells, timed=None):
     """Set parameters, embedding, tokens, flops and `seconds` of every cell; `seconds` estimates its share of the time
     left. Raises ConfigError if a config does not make a model.
 
-    timed: {(family, size): seconds per token on this machine}, to which small models that are not in it are added, as
-    FLOPs do not show the cost of a loop over time. If None, `seconds` follow from FLOPs.
+    timed: {(family, size): seconds per token on this machine}, to which missing small models are added, since FLOPs do
+    not show the cost of a loop over time. If None, `seconds` follow from FLOPs.
     """
     import torch
 
@@ -484,8 +484,9 @@ def whole_path(setting):
 
 
 def check_data(cells, dry_run=False):
-    """Open the data, so that a fault in it is reported once, now. If a run reads it more than four times, say how
-    many times. dry_run: it need not be prepared."""
+    """Open the data, so that a fault in it is reported once and early. If a run reads it more than four times, say how
+    many times.
+    dry_run: it need not be prepared."""
     from data.mixture import parse_mixture
     from data.prepared import Tokens, find_dataset
 
@@ -546,7 +547,7 @@ def sizes_of(text, known, check_set):
 class SweepRun(Run):
     models: list[str] = ()  # families or patterns (the preset's; for duel, two are needed)
     sizes: list[str] = ()  # labels of the preset, joined by commas; SIZE for config/FAMILY_SIZE.py; or a new size as
-    # LABEL:key=value,key=value; new ones, each with an option of its own, have the runs of the preset's first
+    # LABEL:key=value,key=value; each new size needs its own --sizes, and has the runs of the preset's first size
     steps: Count = None  # the budget of every seed, in optimizer steps
     budgets: tuple[Count, ...] = ()  # further budgets; longer ones only for the first two seeds
     seeds: Count = None  # number of reported seeds, at every size

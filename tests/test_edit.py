@@ -254,8 +254,8 @@ def test_each_verdict_has_its_exit_code_and_sentence(repo, run, changes, argv, c
         assert times == pytest.approx((1 + changes.get("SHIFT", 0) / 0.4) ** (1 / 0.49), rel=0.02)
         assert (high < 1, low > 1) == (code == 0, code == 1)
         assert result["over_texts"][0] <= low < high <= result["over_texts"][1]
-        slower = [f"1.25 (1.25 .. 1.25) times HEAD's seconds, HEAD's loss {1.25 * times:.2f}"] * ("SLOW" in changes)
-        assert re.findall(r"a token takes (.* loss \S+) ", said) == slower
+        slower = f"1.25 (1.25 .. 1.25) times as long as HEAD's, reaching HEAD's loss {1.25 * times:.2f}"
+        assert re.findall(r"a token takes (.* loss \S+) ", said) == [slower] * ("SLOW" in changes)
     for note in ("parameters 15, HEAD 10: better per token is not better per second",
                  "33.3% of the edit's parameters start from other values"):
         assert (note in said) == ("MORE" in changes)
@@ -271,7 +271,7 @@ import atexit; atexit.register(open(__file__, 'a').write, '#')
 DATA = 'other'                      .                  train data of the edit: other, where others have d
 DTYPE = 'bfloat16'                  .                  dtype of the edit: bfloat16, where others have float32
 BATCH = 128                         .                  batch_tokens of the edit: 128, where others have 64
-VARIES = NOISE = 0                  .                  the edit has the same loss with seeds 1 and 2: let what
+VARIES = NOISE = 0                  .                  the edit has the same loss with seeds 1 and 2: let its
 ADDS = 0.00006      .  its loss is 2.00000 nats, and the cross-entropy of its logits 2.00006
 PEEKS = -0.5                        .                  its loss is 2.5000 nats instead of 3.0000
 WINDOW = 32         .  eval_block_size of the edit: 32, where others have 16: make it the same

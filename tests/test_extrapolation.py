@@ -254,7 +254,7 @@ REFUSED = """
 --checkpoint=run --lengths=16,24,64            24 does not divide
 --checkpoint=run --eval_tokens=255 --lengths=256   --eval_tokens=255
 --checkpoint=run --dataset=no                  no dataset folder
---checkpoint run more/run                      2 folders of 1 names
+--checkpoint run more/run                      2 folders with 1 names
 --checkpoint no                                no checkpoint
 report .                                       holds no sweep
 run --preset=laptop nothing                    missing: config/nothing_laptop.py; write

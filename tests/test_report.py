@@ -191,7 +191,7 @@ DAMAGE = f"""
 VICTIM/result.json [1]    result.json is damaged
 VICTIM/config.json gone    no config.json
 VICTIM/log.jsonl {{"event": "eval", "step": 9, "val_loss": 1.25}}    does not end with the val_loss
-VICTIM/result.json val_loss=50.0                      50.0, and guessing's 5.545
+VICTIM/result.json val_loss=50.0                      50.0, that of guessing 5.545
 VICTIM/result.json code="000"                         another run's records: code
 VICTIM/result.json tokens=7                           another run's records: tokens
 VICTIM/config.json code_versions=["{CODE}", "b", "{CODE}"]    its code changed while it was down: {CODE}, then b
@@ -281,7 +281,7 @@ def test_versions_of_the_code_are_listed_and_joined_on_request(told, tmp_path):
     n = 2 * 10 + 1
     for accepted, counts, left, how in (
             ((), ((n - 4, n - 4), (2, 0), (1, 0)), 4, "Only runs of the first version are compared"),
-            (("beef",), ((n - 3, n - 3), (2, 0), (1, 1)), 2, "Those of beef are compared with the others because of")):
+            (("beef",), ((n - 3, n - 3), (2, 0), (1, 1)), 2, "Runs of beef are compared with the others because of")):
         _, text = told(damage if not accepted else None, accepted)
         versions = zip((CODE, "cafe", "beef"), counts, ("none", "train.py", "model.py"), strict=True)
         for code, (runs, used), changed in versions:
@@ -434,7 +434,7 @@ def test_a_users_experiment_needs_a_kind_and_a_page(tmp_path, monkeypatch, capsy
     paths = pages.report("own", "My experiment", page, tmp_path)
     text = re.sub(" +", " ", paths["md"].read_text())
     assert capsys.readouterr().out == "Heat hurts.\n"
-    assert text.startswith("# My experiment\n\n**Heat hurts.**\n\n3 of 4 runs are used. AMD EPYC; begun 2026-11-20;")
+    assert text.startswith("# My experiment\n\n**Heat hurts.**\n\n3 of 4 runs are used. AMD EPYC; started 2026-11-20;")
     assert "![Heat: GLA](report.png)" in text and "Means:\n\n| heat | loss |\n" in text
     assert "| 0.5 | **1.26** |\n| 2 | **3.01** |\n" in text  # make_run's documents add 0.013
     assert "Left out, 1 of 4 planned runs:\n\n- its loss is 9.0" in text and "it diverged (1): 2 2\n" in text
@@ -496,9 +496,9 @@ def test_hours_count_processes_and_what_a_branch_trained_itself(told):
         plan["cells"][names[0]]["from"] = 384  # of 512 steps, so it trained a quarter itself
         (folder / "plan.json").write_text(json.dumps(plan))
     _, text = told(damage, seeds=(1001, 1002), rates=(2e-3, 4e-3, 8e-3), others=())
-    assert "11 of 11 runs are used. AMD EPYC; begun 2026-11-20 to 2026-11-21" in text
+    assert "11 of 11 runs are used. AMD EPYC; started 2026-11-20 to 2026-11-21" in text
     assert f"took {3 * (10 * 0.5 + 0.125):.2f} CPU hours, with 3 process(es) each" in text
-    assert "under way for 3.0 h" in text
+    assert "running for 3.0 h" in text
 
 
 def test_flops_and_seconds_are_the_tokens_times_the_cost_of_each_familys_token(told):
@@ -531,24 +531,24 @@ ODD_RATE = "mamba_460K_1024steps_lr0.004_seed1003"
 # arguments of make_sweep; damage to files, see `damaged`; what the page says, or does NOT say
 ODD = f"""
 seeds=[1001]    -    Longhorn has one seed at 460K, which gives no interval    NOT | **
-        Longhorn is lowest, but cannot be tested against Mamba: two seeds are needed
-noise=0.1    -    they cannot be told apart, and are equal within    NOT | **
+        Longhorn has the lowest loss, but cannot be tested against Mamba: two seeds are needed
+noise=0.1    -    the difference is not significant, and they are equal within    NOT | **
 others=[256, 2048]    -    Loss after 1.05M tokens, 460K    | 460K | 1.05M | 3 |
 others=[256, 3000] seeds=[1001, 1002]    -    Loss after 3.07M tokens, 460K    | 460K | 3.07M | 2 |
 others=[256, 512]    mamba_460K_1024* gone    Loss after 524K tokens, 460K    NOT in common
 others=[256, 512]    mamba_460K_1024* gone; mamba_460K_512*seed100* gone; longhorn_460K_256* gone
         have no budget in common: nothing is compared    there is nothing to compare    NOT Loss after
 rates=[4e-3, 8e-3, 1.6e-2] noise=0    *lr0.016_seed1/result.json val_loss=null    0.016 diverged    , nan |
-        460K, Longhorn: the best learning rate, 0.004, is still at the edge of those tried.
+        460K, Longhorn: the best learning rate, 0.004, is at the edge of the rates tried.
 noise=0    {ODD_RATE}/config.json config__learning_rate=8e-3; plan.json cells__{ODD_RATE}__learning_rate=8e-3
-        460K, Mamba: seeds ran at several rates, 0.004, 0.008: those at 0.004 count.
+        460K, Mamba: seeds ran at several rates, 0.004, 0.008: only those at 0.004 count.
 seeds=[1001, 1002] others=[512, 2048]    -    460K, Longhorn: the learning rate was chosen after 524K tokens
 others=[256, 512]    -    NOT was chosen after
 sizes={{"460K": 460000, "130K": 130000}}    mamba_460K*/result.json val_loss=null    | Mamba | 460K | \u2013 |
         460K, Mamba: no usable run, see below    5.545: it diverged (10)
         460K: 1 families with a loss: nothing to compare
 others=[]    */result.json val_bits_per_byte=...    ![Loss after    NOT | bits per byte |
-        nats from Mamba at 460K; its budgets do not tell how many tokens that is    NOT times Mamba's tokens
+        nats from Mamba at 460K; its budgets do not show how many tokens that is worth    NOT times Mamba's tokens
 others=[256, 512]    mamba*/config.json config__dtype="bfloat16"; mamba*/result.json dtype="bfloat16"
         not comparable: dtype bfloat16 where most have float32 (10)
 others=[256, 512]    *seed* gone    0 of 21 runs are used    There is no usable run.    not run (21)    NOT .png
@@ -674,13 +674,13 @@ def test_the_page_of_a_law_has_its_parts_in_order(law_page):
     assert len(lines) == 2 + 3 * 3 * (3 + 10) + 3 + 3  # at the end three cosines and three predicted runs
 
 
-@pytest.mark.parametrize("model, told", [("longhorn", "1 can be"), ("gla", "0 can be")])
+@pytest.mark.parametrize("model, told", [("longhorn", "to 1 of"), ("gla", "to 0 of")])
 def test_the_page_of_a_law_can_have_one_family_or_none(law_page, tmp_path, monkeypatch, model, told):
     monkeypatch.setattr(law_program, "by_other_choices", lambda *_: {})
     options = ["--least=0.25", "--draws=1", f"--out={tmp_path / 'report'}"]
     law_program.main([str(law_page / "report.json"), model, *options])
     text = (tmp_path / "report.md").read_text()
-    assert f"cannot be told: {told} fitted" in text and "no predictions" in text
+    assert f"nothing to compare: the law can be fitted {told}" in text and "no predictions" in text
     assert ("E " in text) == ("report.png" in text) == (model == "longhorn")
 
 
@@ -693,7 +693,7 @@ def test_predictions_are_written_once(law_page, tmp_path):
     assert places == [("130K", 28), ("460K", 28), ("3.5M", 28), ("3.5M", 16)]
     assert [row["is_larger"] for row in rows] == [False, False, True, True]
     assert all(row["low"] <= row["loss"] <= row["high"] != row["power"] for row in rows)
-    with pytest.raises(ConfigError, match="these predictions stand"):
+    with pytest.raises(ConfigError, match="these predictions are final"):
         law_program.main(argv)
     with pytest.raises(ConfigError, match="rnn is not in this sweep of longhorn, llama, gla"):
         law_program.main([argv[0], "rnn", f"--out={tmp_path / 'report'}"])

@@ -437,7 +437,7 @@ def test_the_hours_of_a_plan_follow_its_order():
         ("branch", "gla", "seed", 5, "trunk"), ("mamba", "mamba", "seed", 7, ""), ("second", "mamba", "seed", 3, ""))]
     assert machine.seconds_of(cells, 2, True) == 9 + 55 + 7
     assert machine.seconds_of(cells, 2, False) == 9 + 55 and machine.seconds_of(cells, 1, False) == 94
-    with pytest.raises(ConfigError, match="12 GPUs for a run are no whole nodes of 8: choose --nproc=8"):
+    with pytest.raises(ConfigError, match="12 GPUs for a run are not whole nodes of 8: choose --nproc=8"):
         machine.say_plan([], [], "H100", 24, 12)
 
 
@@ -714,7 +714,7 @@ def test_a_sweep_grows_by_what_is_new(tmp_path, pretend, capsys):
         assert sweep.main([*argv, "--dry-run"]) == 0 and ran == []
         begins = capsys.readouterr().out.splitlines()[-1]
         assert sweep.main(argv) == 0
-        assert f"/{ran[0]} " in begins if ran else "all of it is finished" in begins
+        assert f"/{ran[0]} " in begins if ran else "all runs are finished" in begins
         return ran
     first = "gla", "--sizes=460K", "--budgets=64"
     assert len(run(*first, "--seeds=2")) == 8 + 4 + 1 and run(*first, "--seeds=2") == []
@@ -749,7 +749,7 @@ laptop gla@step=exact,b --dry-run           unknown
 paper --gpu=H100                            give --gpu=NAME and --dry-run
 paper --dry-run --gpus=8                    --gpu=NAME
 paper rwkv4 --dry-run --gpu=H100            missing: config/rwkv4_120m.py, config/rwkv4_350m.py; write each
-paper gla --dry-run --gpu=K80               --gpu=K80: known are GH200 480GB, GH200, H200, H100 PCIe
+paper gla --dry-run --gpu=K80               --gpu=K80: known GPUs are GH200 480GB, GH200, H200, H100 PCIe
 paper X --dry-run                           llama, longhorn, mamba, mamba2, mesa, retnet, rwkv
 paper gla --dry-run --gpu=H100 --gpus=12    the 512 sequences of a step: choose 8 or 16, fewer by --nproc, or another
 paper gla --dry-run --gpu=H100-4GB          gla 350M does not fit: one sequence takes
@@ -758,7 +758,7 @@ paper gla --dry-run --gpu=H100 --gpus=1 --parallel=fsdp    --parallel=fsdp on 1 
 paper gla --dry-run --gpu=H100 --parallel=hsdp             at least 16
 laptop --sizes=9K:max_iters=2               see FAMILY, --seeds, --steps, --budgets
 paper gla --dry-run --gpu=H100 --nproc=16   --nproc=16: more than --gpus=8
-paper gla --dry-run --gpu=4xH200            --gpu=4xH200: known are GH200 480GB, GH200, H200,
+paper gla --dry-run --gpu=4xH200            --gpu=4xH200: known GPUs are GH200 480GB, GH200, H200,
 paper gla --dry-run --gpu=H100 --gpus=16 --nproc=16 --cluster=slurm    a run is a job on one node: choose --nproc=8
 paper gla --dry-run --budgets=9             runs have the schedule and rate of their configs: leave out --budgets
 paper gla --dry-run --search=1              leave out --budgets and --search

@@ -7,8 +7,8 @@
     rate(epoch) = learning_rate (1 + cos(pi epoch / epochs)) / 2       no warmup, no clipping
 
 The loop, records, resuming and multiple processes are train.py's; this file has the configuration, data and evaluation.
-A run stops at the first evaluation that answers `stop_at` of the test queries right. So the test examples decide when
-to stop, and in Figure 4 which learning rate counts. The examples behind `by_pairs` are used for neither.
+A run stops at the first evaluation whose accuracy on the test queries is at least `stop_at`. So the test examples
+decide when to stop and, in Figure 4, which learning rate counts. The examples of `by_pairs` decide neither.
 """
 
 import contextlib

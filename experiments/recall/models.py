@@ -1,7 +1,7 @@
-"""The models of the recall benchmark: model.py's skeleton with one mixer per layer, and the mixers only used here.
+"""The models of the recall benchmark: model.py's skeleton with one mixer per layer, and the mixers used only here.
 
     Attention   softmax(q k^T / sqrt(d)) v, one head, biases, learned positions
-    BaseConv    y = conv(x) * (W x + b) + x              3 taps in the first layer, as many as tokens in the second
+    BaseConv    y = conv(x) * (W x + b) + x              3 taps in the first layer, one per token in the second
     Based       BaseConv, then y_t = sum_s w_ts v_s / sum_s w_ts,  w = 1 + q.k + (q.k)^2 / 2,  q, k of 8 channels
     Hyena       y = W_o (x_2 * conv(x_1 * v)) + b_o,  x_1, x_2, v = conv_3(W x + b)
 
@@ -35,8 +35,8 @@ from model import FAMILIES, LM, POSITIONS, Layer, norm_of
 # ---------------------------------------------------------------------------------------------------- long convolutions
 
 class LongConv(nn.Module):
-    """y_t = sum_lag taps[lag] u_{t - lag}, by FFT: u (B, T, d) -> (B, T, d) in u's dtype. The taps, (T, d), are a small
-    network of the lag; without autocast, in the weights' dtype.
+    """y_t = sum_lag taps[lag] u_{t - lag}, by FFT: u (B, T, d) -> (B, T, d) in u's dtype. A small network computes the
+    taps, (T, d), from the lag, in the weights' dtype and without autocast.
 
         taps = W_out relu(W_1 f + b_1) + b_out, 16 wide
         f = [lag / (T - 1), cos(v lag), -sin(v lag)],  v = 2 pi / T * 1e-4 as published, so the last two are nearly 1, 0
@@ -73,14 +73,14 @@ class LongConv(nn.Module):
         return y.transpose(1, 2).to(u.dtype)
 
     def flops(self, T):
-        """Per token: two transforms of length 2 T and a product per channel, minus the network, which
+        """FLOPs per token: two transforms of length 2 T and a product per channel, minus the network, which
         inspection/counting.py counts per token although it runs once per batch."""
         network = sum(2 * m.weight.numel() for m in [*self.hidden, self.out])
         return self.out.out_features * (2 * 10 * math.log2(2 * T) + 6) - network
 
 
 class DecayingConv(LongConv):
-    """Hyena's: taps = W_out a * exp(-|delta| lag / (T - 1)),  delta from ln(0.01) / 1.5 to ln(0.01) / 0.3 over d,
+    """Hyena's taps = W_out a * exp(-|delta| lag / (T - 1)),  delta from ln(0.01) / 1.5 to ln(0.01) / 0.3 over d,
     a = sin(w * (W_i a + b_i)) for i = 1, 2, 3 from a = f, 64 wide, w learned.
     """
 
@@ -270,7 +270,7 @@ class Positions(nn.Embedding):
         return self.weight[:T]
 
 
-POSITIONS["attention"] = Positions  # the others know the order of tokens without
+POSITIONS["attention"] = Positions  # the other mixers know the order without
 
 
 class Recall(LM):
@@ -297,8 +297,8 @@ class Recall(LM):
             state: from `initial_state` or the previous call; loss_only: return None as logits.
 
         Returns:
-            (logits, loss), with a state (logits, loss, state): logits (queries, vocab_size), in the order of examples;
-            without targets (B, T, vocab_size), and None as loss. The loss is in nats per query.
+            (logits, loss), or (logits, loss, state) if a state is given. logits: (queries, vocab_size) in the order of
+            examples, without targets (B, T, vocab_size). loss: nats per query, None without targets.
         """
         h, after = self.through_layers(idx, state)
         h = self.norm(h)  # (B, T, n_embd)
@@ -314,5 +314,5 @@ class Recall(LM):
         return (logits, loss) if state is None else (logits, loss, after)
 
     def forward_flops(self, T):
-        """As for any LM, but the head runs only at queries."""
+        """FLOPs per token, as for any LM, but the head runs only at queries."""
         return counting.forward_flops(self.modules(), T) + 2 * self.embed.weight.numel() * self.config.pairs / T

@@ -13,9 +13,9 @@ Any other --key=value goes to every run (`--epochs=8`, `--dtype=float32`). Stop 
 resumes, and one with more seeds, lengths or mixers adds to the same sweep. Your own mixer takes part with a row in
 MIXERS of experiments/recall/models.py.
 
-The published protocol is one seed, and the best of four learning rates on the very examples that also say when to stop.
-Here other examples are reported, and `--seeds=1,2,3` adds what the protocol does not show, the spread. Counting which
-seeds solve a task is coarse: 3 of 3 against 1 of 3 is p = 0.40. Steps to half of the queries say more.
+The published protocol has one seed, and chooses the best of four learning rates on the examples that also decide when
+to stop. Here recall is reported on other examples, and `--seeds=1,2,3` shows the spread over seeds. Counting the seeds
+that solve a task is coarse: 3 of 3 against 1 of 3 is p = 0.40. The number of steps to half of the queries says more.
 """
 
 import sys
@@ -73,7 +73,7 @@ PRESETS = {
 class RecallRun(Run):
     preset: Literal[tuple(PRESETS)] = "laptop"  # see above
     mixers: tuple[str, ...] = ()  # (the preset's at each T)
-    Ts: tuple[Count, ...] = ()  # lengths; those that the preset lacks get the mixers of its first length
+    Ts: tuple[Count, ...] = ()  # lengths; one that the preset lacks has the mixers of its first length
     widths: tuple[Count, ...] = ()  # (the preset's)
     lrs: tuple[Positive, ...] = ()  # learning rates; the best one counts (the preset's)
     seeds: tuple[Whole, ...] = ()  # (the preset's)
@@ -86,13 +86,13 @@ class RecallSweep(Experiment):
     write = staticmethod(report.write)
     name = "recall_{preset}"
     columns = ("T", "pairs", "n_embd", "mixer", "steps", "flops")
-    estimated = " at most, going by results/recall_laptop.json; a run stops once it answers enough of the test right"
+    estimated = " at most, going by results/recall_laptop.json; a run stops once it answers enough test queries right"
     per_gpu = 4  # small models leave most of a GPU idle
     sets = ("model", "block_size", "n_embd", "learning_rate", "seed", "out_dir", "resume")
     see = "--mixers, --Ts, --widths, --lrs, --seeds, --out"
 
     def plan(self):
-        """The preset as the command line changes it, with the rates of a point in a row."""
+        """The cells of the preset, as the command line changes it; the rates of a point follow one another."""
         import torch
 
         from experiments.recall import cell

@@ -2,11 +2,11 @@
 
     recall of a point = mean over the seeds at the learning rate with the best mean; its interval: worst to best seed
     steps to half     = steps until half of the test queries are answered, interpolated between evaluations; a run that
-                        never gets there is censored, later than all others. Compared by the exact Mann-Whitney test
+                        never gets there counts as later than all others; compared by the exact Mann-Whitney test
     difference        = between the recalls of two mixers, with Welch's 95% interval over the seeds
 
 The learning rate is chosen on the test set that also decides when to stop; recall is measured on other examples, drawn
-for the report alone. The paper's Figure 4 has no numbers to compare with.
+for the report alone. The paper's Figure 4 gives no numbers to compare with.
 """
 
 import functools
@@ -24,13 +24,13 @@ from experiments.figures import Curve, Panel, family_order, name_of
 from experiments.pages import escaped, table
 
 ABOUT = """\
-Recall on examples that chose nothing, at the learning rate that was best on the test set; "all rates" are on that test
-set. A run stops when it reaches stop_at, so differences above it mean nothing; one that diverged counts as 0. The
-tables by distance are on the test set too."""
-HALF = "Steps to answering half of the test queries, per seed, at every learning rate:"
+Recall is measured on examples that chose nothing, at the learning rate that was best on the test set. "All rates" and
+the tables by distance are measured on the test set. A run stops when it reaches stop_at, so differences above stop_at
+mean nothing. A run that diverged counts as 0."""
+HALF = "Steps until half of the test queries are answered, per seed, at every learning rate:"
 PAIRS = """\
-Pairs of mixers, each at its best rate: the difference in recall in percentage points with Welch's 95% interval, and p
-that they need equally many steps to half of the queries (exact Mann-Whitney):"""
+Pairs of mixers, each at its best rate: the difference in recall in percentage points with Welch's 95% interval, and the
+p-value for equally many steps to half of the queries (exact Mann-Whitney test):"""
 PLACE = {"T": "{T}", "width": "{n_embd}", "mixer": "{name}"}
 COLUMNS = {"T": "{T}", "pairs": "{pairs}", **PLACE, "recall": "{shown}", "best rate": "{learning_rate:g}",
            "all rates": "{at_all_rates}", "epochs": "{epochs:.2f}", "seconds": "{seconds:.0f}",
@@ -118,7 +118,8 @@ def page(runs):
 
 
 def pairs(several):
-    """A row per two mixers of the same T and width: their difference in recall, and whether one gets there sooner."""
+    """A row per two mixers of the same T and width: their difference in recall, and p for equally many steps to
+    half."""
     rows = []
     for (T, width), group in several.groupby(["T", "n_embd"]):
         for p, q in combinations(group.itertuples(), 2):

@@ -8,8 +8,8 @@
             the pairs, each to a free slot with p(i) ~ i^(a-1)
 
 There is no loop over examples. Drawing slots without replacement is equivalent to giving each slot an exponential
-waiting time of rate p(i) and keeping the P shortest, in order; one call sorts them all. Distinct keys are drawn with
-repeats, and only the repeats are drawn again.
+waiting time of rate p(i) and keeping the P shortest, in order. One call sorts those of all examples. Keys are first
+drawn with repeats, and then only the repeats are drawn again.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ class Task:
     T: int = 64  # tokens
     pairs: int = 4  # P
     vocab_size: int = 8192  # V
-    power_a: float = 0.01  # a of the slots' power law, between -0.5 and 2.5: further off, rounding affects rare slots
+    power_a: float = 0.01  # a of the slots' power law, between -0.5 and 2.5: beyond, rounding affects rare slots
 
     def __post_init__(self):
         if self.pairs < 1 or self.slots < self.pairs:
@@ -89,7 +89,7 @@ def generate(task, n, seed, split="train"):
     kind = np.int16 if max(task.vocab_size, task.T) < 2**15 else np.int32
     half, P = task.vocab_size // 2, task.pairs
     p = np.arange(1, task.slots + 1, dtype=np.float64) ** (task.power_a - 1)
-    p /= p.sum()  # of the first query
+    p /= p.sum()  # the distribution of the first query
     # The bits of a positive float64 sort like the number: the last few hold the slot, 40 or more the waiting time.
     mask = np.uint64((1 << task.slots.bit_length()) - 1)
     blocks = []

@@ -3,14 +3,14 @@
 A cell locks its folder, resumes bit for bit, and is finished once its result.json exists. So an engine may kill,
 requeue or move a cell, and keeps no list of finished ones. Every engine has these methods:
 
-    adopt(names, total)     the names of those of all `total` cells that an earlier driver submitted and that still wait
-                            or run
+    adopt(names, total)     the names of cells that an earlier driver submitted and that still wait or run; total: the
+                            number of all cells
     start(name, command)    submit a cell. Raises ConfigError if the cluster refuses it
     look()                  {name: (state, retry)} of the submitted cells. Until a cell ends, retry is None and state is
                             "queued", "running" or the reason why it waits. Then state says how it ended, retry says
                             whether another try may help, and later calls leave the cell out. Raises ConfigError
     stop(kill)              withdraw queued cells; running ones save and stop, or are killed
-    close()                 let go of the cluster, where jobs continue
+    close()                 disconnect from the cluster, where jobs continue
 """
 
 import contextlib
@@ -123,7 +123,7 @@ class Local:
 # ------------------------------------------------------------------------------------------------------------ clusters
 
 def mark(folder):
-    """The suffix of a sweep's job names, so that a later driver recognises them."""
+    """The suffix of a sweep's job names, by which a later driver recognises them."""
     return f"@{zlib.crc32(str(folder).encode()):08x}"
 
 
@@ -187,7 +187,7 @@ class Slurm:
             else:
                 states[name] = "running", None
         self.ids = {name: job for name, job in self.ids.items() if states[name][1] is None}
-        if self.stopping and self.nproc == 1:  # repeat it: a job whose step had not begun missed it
+        if self.stopping and self.nproc == 1:  # repeated, since a job whose step had not begun missed it
             self.scancel("--signal=TERM")
         return states
 
@@ -306,8 +306,8 @@ def cluster_options(cluster, cluster_args):
     kind, _, address = cluster.partition(":")
     options = dict(part.lstrip("-").split("=", 1) for part in re.split(",(?=[^,]*=)", cluster_args) if "=" in part)
     if kind not in ("", "slurm", "ray") or bool(options) != bool(kind and cluster_args):
-        raise ConfigError(f"--cluster={cluster} --cluster_args={cluster_args}: slurm, ray or ray:HOST:PORT, and its "
-                          "options as key=value,key=value")
+        raise ConfigError(f"--cluster={cluster} --cluster_args={cluster_args}: give slurm, ray or ray:HOST:PORT, and "
+                          "its options as key=value,key=value")
     return kind, address, {key: value == "true" or value for key, value in options.items()}
 
 

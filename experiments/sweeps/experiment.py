@@ -1,4 +1,4 @@
-"""The one driver: what the programs for scaling, recall, images, extrapolation and edits share.
+"""The driver that the programs for scaling, recall, images, extrapolation and edits share.
 
 An experiment states its settings and its cells (runner.py). This module has the commands, the plan, the loop over runs
 without a final record, the report and the exit code.
@@ -56,15 +56,15 @@ class Report:
 class Experiment:
     """One command of an experiment, with its settings `args`.
 
-    A subclass has the attributes below, plan(), and whatever else differs. A command that runs cells also has `folder`,
-    and `cells` and `failed` {name: reason} of those that ran.
+    A subclass sets the attributes below, defines plan(), and overrides whatever else differs. A command that runs cells
+    also has `folder`, the `cells` that ran, and the `failed` ones, {name: reason}.
     """
 
     script = ""  # its path in the repository
     settings = {}  # {command: dataclass}, or one dataclass
     program = "train.py"  # what runs a cell
     name = ""  # name of its folder in out/, from its settings
-    columns = ()  # of the plan's table: the parts of a cell's place that tell kinds of runs apart
+    columns = ()  # of the plan's table: the parts of a cell's place that distinguish kinds of runs
     estimated = ""  # printed after the estimated hours
     too_long = "this takes years here"  # printed if it takes years
     per_gpu = nproc = 1  # cells on a GPU, processes of a cell
@@ -100,7 +100,7 @@ class Experiment:
                 raise ConfigError(f"{' '.join(argv)}: the sweep sets {key}; see {self.see}")
 
     def plan(self):
-        """The cells that the command stands for. Raises ConfigError for settings that do not make a run."""
+        """The cells of the command. Raises ConfigError for settings that do not make a run."""
         raise NotImplementedError
 
     def report(self, folder, out=None):
@@ -155,7 +155,7 @@ class Experiment:
             say_written(self.report(self.folder))
 
     def say_plan(self, cells, jobs, where):
-        """Print the plan: how many runs of each kind, and how long all take; jobs: at a time, 0: all."""
+        """Print the plan: how many runs of each kind, and how long all take; jobs: runs at a time, 0: all."""
         say_kinds(cells, self.columns)
         flops = sum(c.at.get("flops", 0) for c in cells)
         work = f", {flops:.2g} FLOPs" if flops else ""
@@ -168,15 +168,15 @@ class Experiment:
     def say_commands(self, cells):
         """Print the command that the sweep would begin with: that of the first unfinished cell."""
         if not cells:
-            print("nothing was run; all of it is finished")
+            print("nothing was run; all runs are finished")
             return
         command = cells[0].command(self.folder, self.nproc, self.program)
         print(f"nothing was run; it would begin with:\npython {shlex.join(command[1:])}")
 
 
 def say_kinds(cells, columns):
-    """Print a table of the kinds of cells, which differ in these parts of a cell's place, and of how many runs each
-    has."""
+    """Print a table of the kinds of cells, which differ in `columns` of their place, and the number of runs of each
+    kind."""
     kinds = Counter(tuple(c.at[key] for key in columns) for c in cells)
     rows = [[*columns, "runs"]]
     for kind, runs in kinds.items():
@@ -195,5 +195,5 @@ def say_failed(failed, cells):
     for name, why in failed.items():
         print(printable(f"FAILED {name}: {why}"))
     if failed:
-        print(f"{len(failed)} of {len(cells)} runs failed: holes in the report; the same command tries them again")
+        print(f"{len(failed)} of {len(cells)} runs failed and are not in the report; the same command tries them again")
     return 1 if failed else 0

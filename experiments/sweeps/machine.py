@@ -4,11 +4,11 @@
     memory = 16 N + t (60 L d + 2 V)          bytes: float32 weights, gradients, AdamW's moments; t tokens per
                                               micro-batch, L layers of width d, V the vocabulary (docs/scale.md)
 
---parallel, --recompute, --optimizer and --dtype change these as docs/scale.md says. share and memory come from
-results/h200 if a record has these settings, the family, size and context, and from its largest micro-batch. Else the
-share is the family's mean on record, or ASSUMED, and memory follows the formula above, measured for Longhorn. A
-micro-batch takes at least what Python does: per layer, the least on record for the family, else that of the slowest.
-Left out: communication between GPUs, and evaluations.
+--parallel, --recompute, --optimizer and --dtype change these as docs/scale.md says. share and memory come from the
+largest micro-batch in results/h200, if a record has these settings, family, size and context. Otherwise the share is
+the family's mean on record, or ASSUMED, and memory follows the formula above, measured for Longhorn. A micro-batch
+takes at least as long as Python: per layer, the shortest time on record for the family, or else for the slowest family.
+Communication between GPUs and evaluations are left out.
 """
 
 import heapq
@@ -43,8 +43,8 @@ def torchrun(nproc):
 
 
 def measured():
-    """({(family, parameters, context): (sequences, share of the peak, bytes)} of the largest micro-batch on record, and
-    of its newest record; {family: the least seconds per layer and micro-batch})."""
+    """({(family, parameters, context): (sequences, share of the peak, bytes)} from the newest record of the largest
+    micro-batch; {family: the least seconds per layer and micro-batch})."""
     found = {}
     waiting = {}
     for record in sorted(map(read_json, RECORDS.glob("training*.json")), key=lambda record: record["date"]):
@@ -60,14 +60,15 @@ def measured():
 
 
 def checkpoint_bytes(at, config):
-    """Float32 weights and their moments: two per parameter, but one of a layer's with Muon."""
+    """Bytes of float32 weights and their moments: two per parameter, but with Muon one per parameter of a layer."""
     saved = 4 if config.optimizer == "muon" else 0
     return 12 * at["parameters"] - saved * (at["parameters"] - at["embedding"])
 
 
 def held_bytes(at, config, nproc):
-    """What a GPU holds beside activations: weights, moments and gradients; or its shard of them, the embedding with its
-    gradient, and two layers with the gradients of one. Raises ConfigError if there are too few GPUs to shard over."""
+    """Bytes that a GPU holds besides activations: weights, moments and gradients; or its shard of them, the embedding
+    with its gradient, and two layers with the gradients of one. Raises ConfigError if there are too few GPUs to shard
+    over."""
     states = checkpoint_bytes(at, config) + 4 * at["parameters"]
     if config.parallel == "ddp":
         return states
@@ -79,7 +80,7 @@ def held_bytes(at, config, nproc):
 
 
 def place(cell, config, nproc, gpu, records, waiting):
-    """Set the `seconds` of a cell on nproc GPUs, the micro-batch that fits in its arguments, and COLUMNS in its place.
+    """Set a cell's `seconds` on nproc GPUs, its --micro_batch_size to one that fits, and COLUMNS in its place.
     records, waiting: from `measured`. Raises ConfigError if a step cannot be shared, or one sequence does not fit."""
     available = gpus.memory(gpu)
     at, source, share = cell.at, "assumed", ASSUMED
@@ -126,15 +127,15 @@ def place(cell, config, nproc, gpu, records, waiting):
 
 
 def seconds_of(cells, at_once, one_by_one):
-    """Until the last of them has ended, `at_once` at a time: a cell after its trunk, seeds after the searches, and
-    one_by_one a family after the other."""
+    """Seconds until the last cell has ended, `at_once` cells at a time. A cell runs after its trunk, and seeds after
+    the searches; one_by_one: one family after the other."""
     models = list(dict.fromkeys(cell.at["model"] for cell in cells))
     turn = lambda cell: (one_by_one and models.index(cell.at["model"]), cell.at["stage"] != "search")
     total = 0.0
     for _, of_turn in itertools.groupby(sorted(cells, key=turn), turn):
         group = list(of_turn)
         ended = {cell.after: total for cell in group} | {cell.name: math.inf for cell in group}
-        free = [total] * at_once  # when its GPUs are free again, of each run at a time
+        free = [total] * at_once  # when the GPUs of each run are free again
         while group:
             cell = min(group, key=lambda cell: max(free[0], ended[cell.after]))  # the first that may begin soonest
             group.remove(cell)
@@ -149,7 +150,7 @@ def say_plan(cells, configs, gpu, count, nproc, one_by_one=False):
     by family. Raises ConfigError for an unknown name, and for a number of GPUs that is not a whole number of nodes."""
     name = gpus.named(gpu)
     if name is None:
-        raise ConfigError(f"--gpu={gpu}: known are {', '.join(gpus.GPUS)}; --gpus is how many")
+        raise ConfigError(f"--gpu={gpu}: known GPUs are {', '.join(gpus.GPUS)}; --gpus is their number")
     if nproc > count:
         raise ConfigError(f"--nproc={nproc}: more than --gpus={count}")
     records, waiting = measured()
@@ -159,7 +160,7 @@ def say_plan(cells, configs, gpu, count, nproc, one_by_one=False):
         files = config.keep_checkpoints + 1 + len(config.keep_steps.replace(",", " ").split())  # 1: the best
         kept += checkpoint_bytes(cell.at, config) * files
     if nproc > PER_NODE and nproc % PER_NODE:
-        raise ConfigError(f"{nproc} GPUs for a run are no whole nodes of {PER_NODE}: choose "
+        raise ConfigError(f"{nproc} GPUs for a run are not whole nodes of {PER_NODE}: choose "
                           f"--nproc={nproc - nproc % PER_NODE}")
     say_kinds(cells, COLUMNS)
     flops, tokens = (sum(cell.at[key] for cell in cells) for key in ("flops", "tokens"))
@@ -169,13 +170,13 @@ def say_plan(cells, configs, gpu, count, nproc, one_by_one=False):
           f"about {runner.hours(seconds_of(cells, at_once, one_by_one))} in all{order}; "
           f"the start of each, {START_SECONDS:.0f} s, is assumed")
     if any("Python" in cell.at["of the peak"] for cell in cells):
-        print("waits for Python: each layer and micro-batch takes what it took at the least on an H200, "
+        print("waits for Python: each layer and micro-batch takes its shortest time on an H200, "
               f"{1000 * max(waiting.values()):.1f} ms without a record: larger micro-batches or fewer GPUs cost less")
     print("measured: on one H200 (results/h200), compiled, in bfloat16, with AdamW, ddp and no recompute; assumed: the "
-          f"family's mean there, else {ASSUMED:.0%}, which small models do not reach, and loops over time or "
-          "chunks in plain PyTorch not by far; both are shares of this GPU's peak (in float32 half of it), without "
-          "communication and evaluations; memory that is assumed is what Longhorn takes, compiled: other families "
-          "differ, so run each there with --max_iters=20")
+          f"family's mean there, else {ASSUMED:.0%}. Small models do not reach this share, and loops over time or "
+          "chunks in plain PyTorch stay far below it. Shares are of this GPU's peak (in float32 half of it), without "
+          "communication and evaluations. Assumed memory is what Longhorn takes, compiled: other families differ, so "
+          "run each there with --max_iters=20")
     if not all(config.compile for config in configs):
         print("without --compile a run takes more time and memory; how much was not measured")
     bytes_per_token = 4 if configs[0].vocab_size > 2**16 else 2

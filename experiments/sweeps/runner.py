@@ -9,8 +9,8 @@ A sweep is a folder with a plan and a folder per cell, where a cell is one run:
 One process drives a sweep: it plans, submits, waits and reports. The cells run on this machine, under Slurm or on Ray
 (engines.py). A cell is finished once its result.json exists, which its process renames into place as its last act.
 There is no other list of finished cells. So after any kill the same command resumes the cells from their checkpoints,
-and later ones add to the plan. experiments/sweep.py plans runs, experiments/records.py reads them; recall, images and
-extrapolation use this module too.
+and later commands add to the plan. experiments/sweep.py plans runs, experiments/records.py reads them; recall, images
+and extrapolation use this module too.
 """
 
 import contextlib
@@ -97,7 +97,7 @@ def write_plan(folder, cells, **about):
 
 
 def settings(argv, without=()):
-    """{setting: text} of the --key=value in argv, the later if it comes twice; config files under their own name."""
+    """{setting: text} of the --key=value in argv, the last if a key comes twice; config files under their own name."""
     values = dict(a[2:].split("=", 1) if a.startswith("--") and "=" in a else (a, "") for a in argv)
     return {key: text for key, text in values.items() if key not in without}
 
@@ -118,7 +118,7 @@ def read_plan(folder, new=False):
             for name, at in plan["cells"].items():
                 texts.append(at.get("argv", ()))
                 if ".." in Path(name).parts or Path(name).is_absolute():
-                    raise BadRecord(f"{name} is no cell of a sweep")
+                    raise BadRecord(f"{name} is not a cell of a sweep")
             for words in texts:
                 "".join(words)  # a TypeError unless all are strings
             return plan
@@ -200,7 +200,7 @@ def run_cells(cells, folder, engine, script="train.py"):
     """Run every unfinished cell, engine.jobs at a time; return {name: reason} of those that failed.
 
     A cell that was interrupted resumes from its checkpoint. One that was killed, or lost its machine, is submitted
-    again if it has saved since it was submitted. Others go on when a cell fails; a later call tries that one again. On
+    again if it has saved since it was submitted. If a cell fails, the others go on, and a later call tries it again. On
     SIGINT or SIGTERM the cells save and stop, and KeyboardInterrupt is raised; a second signal kills them.
     """
     if all(is_finished(Path(folder) / c.name) for c in cells):
@@ -224,7 +224,7 @@ class Driver:
         self.waiting = [c for c in cells if not is_finished(self.folder / c.name)]
         self.running = {}  # name: its job
         self.failed = {}  # name: reason
-        self.signals = []  # that arrived
+        self.signals = []  # the numbers of those that arrived
         self.wake = threading.Event()  # set by a signal
         self.printed = set()
         self.total = work(self.waiting)
@@ -370,7 +370,7 @@ def visible_gpus():
 
 
 def last_words(path, state):
-    """Why a cell failed: the last line that it printed, preferably an error's, and how it ended (state)."""
+    """Why a cell failed: the last line that it printed, preferably an error, and how it ended (state)."""
     *_, last_try = f"\n{Path(path).read_text(errors='replace')}".split("\n$ ")  # each begins with its command
     lines = [line for line in last_try.splitlines()[1:]
              if line.strip(" =-\t") and not line.startswith("submitit INFO")]

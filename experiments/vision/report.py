@@ -42,8 +42,8 @@ def summarise(runs):
 def page(runs):
     rows = summarise(runs)
     dataset = runs.attrs["settings"]["dataset"]
-    about = (f"Top-1 accuracy in percent of {runs.val_images.max()} held-out images of {dataset}, by seed; images per "
-             "second of forward and backward, one thread of a CPU or one GPU.")
+    about = (f"Top-1 accuracy in percent of {runs.val_images.max()} held-out images of {dataset}, by seed. Images per "
+             "second are those of forward and backward, on one thread of a CPU or on one GPU.")
     return pages.Page([], [escaped(about)], panels(rows), [table(rows, COLUMNS), TABLE3])
 
 

@@ -54,8 +54,8 @@ def cells_of(config, seeds, extra=()):
 
 
 def speed(cells):
-    """{variant: images per second} of forward and backward on a micro-batch: the median, with the variants in turn. On
-    a CPU with one thread."""
+    """{variant: images per second} of forward and backward on a micro-batch: the median over rounds of all variants. A
+    CPU uses one thread."""
     import torch
 
     from bench.measure import Cpu, Gpu, Pass, time_contenders
