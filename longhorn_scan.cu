@@ -29,15 +29,15 @@
 
 #include "kernels/lanes.h"
 
-// The forward keeps the state every CHUNK steps, and the backward recomputes those in between: 4 / 32 = 1/8 byte per
-// token, channel and state. Dividing by the forget gate instead would lose the gradient at large keys.
+// The forward keeps the state every CHUNK steps, which takes 4 / 32 = 1/8 byte per token, channel and state. The
+// backward recomputes the states in between. Dividing by the forget gate instead would lose the gradient at large keys.
 #define CHUNK 32
 
 enum { LONGHORN = 0, EXACT = 1, MAMBA = 2 };
 
 // Mirrored in kernels/build.py. Strides count elements; the last dimension of every tensor is contiguous; absent
 // tensors are null. To run from the last step to the first, strides are negative and pointers are at the very last row:
-// the kernels need no code for it.
+// the kernels need no extra code.
 struct ScanArgs {
     int64_t B, T, D, N;                               // with cu: B sequences, packed into one row of T tokens
     int64_t update, softplus;                         // Mamba: delta = softplus(dt + bias), or dt + bias
@@ -57,16 +57,17 @@ struct ScanArgs {
     int64_t dy_b, dy_t;
     const float *dhT;                                 // (B, D, N)
     void *dx, *ddt;                                   // (B, T, D), as y
-    void *dz;                                         // (B, T, D), as y, with dz_t: half of a wider row
+    void *dz;                                         // (B, T, D), as y but with dz_t: half of a wider row
     int64_t dz_t;
-    float *dk, *dq;                                   // (splits, B, T, N), the caller sums over splits
-    float *dA, *dskip, *dbias;                        // (B, D, N), (B, D), (B, D), the caller sums over rows
+    float *dk, *dq;                                   // (splits, B, T, N): the caller sums over splits
+    float *dA, *dskip, *dbias;                        // (B, D, N), (B, D), (B, D): the caller sums over rows
     float *dh0;                                       // (B, D, N)
 };
 
-// A batch row, a segment of one, or a packed sequence: its first token in the contiguous order of (B, T), its length,
-// its first chunk state, and its place in the input tensors. The chunks of packed sequences leave gaps, so that no
-// prefix sum is needed: cu[b] / CHUNK + b is at least the number of chunks of the sequences before b.
+// A batch row, a segment of a row, or a packed sequence. start: its first token in the contiguous order of (B, T).
+// T: its length. chunk: the index of its first chunk state. b, t: its place in the input tensors. Packed sequences
+// leave gaps between their chunks, so no prefix sum is needed: cu[b] / CHUNK + b is at least the number of chunks of
+// the sequences before b.
 struct Row { int64_t start, T, chunk, b, t; };
 
 MATH Row row_of(const ScanArgs &a, int64_t r) {
@@ -92,11 +93,11 @@ MATH int64_t tokens(const ScanArgs &a) { return a.cu ? a.T : a.B * a.T; }
 
 template <class V> struct Step { V x, size, slope, residual; };   // slope: d size / d dt up to factors of size
 template <class V> struct Sums { V dx, dsize; };               // over a channel's states
-template <class V> struct StepGrads { V dx, ddt, dkk; };       // dkk: minus d|k|^2; dk_j -= 2 k_j sum_i dkk_i
+template <class V> struct StepGrads { V dx, ddt, dkk; };       // dkk: minus |k|^2's gradient; dk_j -= 2 k_j sum_i dkk_i
 
 template <class V> MATH Step<V> longhorn_step(V x, V dt, V bias, float kk) {
     const V e = exp_minus(dt, bias);
-    return {x, reciprocal(1.0f + e + kk), minimum(e, 1.7e38f), x};       // size * slope: 0 where e is inf, not 0 * inf
+    return {x, reciprocal(1.0f + e + kk), minimum(e, 1.7e38f), x};       // clamped: size * slope is 0 where e is inf
 }
 // de = eps deps: eps^2 alone would underflow
 template <class V> MATH StepGrads<V> longhorn_grads(const Step<V> &s, V dx, V de) {
@@ -111,7 +112,7 @@ struct Longhorn {
     template <class V> MATH V decay(const Step<V> &, V) { return V{}; }
     template <class V> MATH V forget(const Step<V> &s, float k, V) { return 1.0f - (s.size * k) * k; }
     template <class V> MATH V next(const Step<V> &s, V S, float k, V) { return S + (s.size * k) * (s.x - k * S); }
-    // `next` also computes it
+    // a value that `next` computes too
     template <class V> MATH V keep(const Step<V> &s, V S, float k) { return s.x - k * S; }
     template <class V> MATH V back(const Step<V> &s, V error, float k, V, V, V g, V, Sums<V> &sums, V &dk, V &) {
         const V ge = g * s.size, gek = ge * k;
@@ -131,7 +132,7 @@ struct Exact {                                                 // residual: x - 
         return longhorn_step(x, dt, bias, kk);
     }
     template <class V> MATH V decay(const Step<V> &, V) { return V{}; }
-    template <class V> MATH V forget(const Step<V> &, float, V) { return V{}; }        // a matrix: no segments
+    template <class V> MATH V forget(const Step<V> &, float, V) { return V{}; }        // it is a matrix: no segments
     template <class V> MATH V next(const Step<V> &s, V S, float k, V) { return S + (s.size * k) * s.residual; }
     template <class V> MATH V keep(const Step<V> &, V S, float) { return S; }
     template <class V> MATH V back(const Step<V> &s, V S, float k, V, V, V g, V Gk, Sums<V> &, V &dk, V &) {
@@ -143,7 +144,7 @@ struct Exact {                                                 // residual: x - 
     }
 };
 
-// log(1 + t) for t in [0, 1]: 2 artanh(t / (2 + t)), whose series is exact to a bit after 8 terms, also near 0.
+// log(1 + t) = 2 artanh(t / (2 + t)) for t in [0, 1]. After 8 terms the series is exact to a bit, also near 0.
 template <class V> MATH V log1p_series(V t) {
     const V s = t * reciprocal(2.0f + t), w = s * s;
     V p = w * (1.0f / 15.0f) + 1.0f / 13.0f;
@@ -187,16 +188,16 @@ struct Mamba {                                                 // rates are A / 
 // ------------------------------------------------------------------------------------------------------ CUDA: the scan
 // One lane holds P states of C = 2 channels in registers; L lanes (a power of two, at least 2) share these channels. At
 // N = 16 two lanes hold 8 states of two channels each: compared with 16 states of one channel, a lane reads half as
-// much of k and q, and half as many sums over channels remain. Values that a channel needs once, independent of the
-// state, are computed by its owner lane. More lanes share two channels if N is larger, or if B x D is too small to fill
-// the GPU. A block is THREADS lanes, THREADS / L * C channels of one row, and walks over all of T. k and q go through
-// shared memory as float32, zero beyond N (where states stay zero). x, dt, z, dy are fetched ahead by asynchronous
-// copies if T, D, N and the addresses allow it (WarpRows), else read from their rows, coalesced since channels are
-// contiguous.
+// much of k and q, and half as many sums over channels remain. A channel's owner lane computes the values that do not
+// depend on the state. More lanes share two channels if N is larger, or if B x D is too small to fill the GPU. A block
+// of THREADS lanes handles THREADS / L * C channels of one row and walks over all of T. k and q go through shared
+// memory as float32, zero beyond N (where states stay zero). If T, D, N and the addresses allow it, x, dt, z and dy are
+// fetched ahead by asynchronous copies (WarpRows). Otherwise lanes read them from their rows, coalesced because
+// channels are contiguous.
 //
-// Counting instructions and bytes, these kernels are bound by instructions, not memory (no hardware counters were
-// read): hence 32-bit steps and byte strides (an address is one multiply-add), and an order of states in registers that
-// depends on the lane (ChannelSums).
+// Instructions and bytes were counted (no hardware counters were read): these kernels are bound by instructions, not
+// memory. Therefore steps and byte strides have 32 bits, so an address is one multiply-add. And the order of states in
+// registers depends on the lane (ChannelSums).
 
 #ifndef TILE
 #define TILE 4                                         // steps whose rows the forward reads ahead; divides KEYS
@@ -207,15 +208,15 @@ struct Mamba {                                                 // rates are A / 
 #ifndef LONGER
 #define LONGER 2                                       // factor for both if the forward fetches ahead (no registers)
 #endif
-#define LONGER_ROW 128                                 // largest row of keys, in bytes, with enough shared memory
+#define LONGER_ROW 128                                 // largest row of keys, in bytes, for LONGER * KEYS steps
 #ifndef SUB
 #define SUB 4                                          // steps whose states the backward keeps in registers
 #endif
 enum { C = 2 };                                        // channels per lane
 static_assert(CHUNK % KEYS == 0 && KEYS % TILE == 0 && CHUNK % SUB == 0);
 
-// Each of the L lanes that share two channels holds a part of both channels' sums. It gets the whole sum of the channel
-// that it owns, whose index is 0; index 1 is the neighbour's.
+// Each of the L lanes that share two channels holds a part of both channels' sums, and gets the whole sum of its own
+// channel. Index 0 is its own channel, index 1 the neighbour's.
 template <int L> MATH float sum_states(const float (&v)[C]) {
     float sum = v[0] + __shfl_xor_sync(ALL_LANES, v[1], 1);
     #pragma unroll
@@ -229,14 +230,14 @@ MATH void share(float value, float (&all)[C]) {                          // all:
 
 // Sums P values over the lanes of a warp that are L apart, which hold the same states of different channels. It is a
 // butterfly that halves the values while it adds: a lane sends half of its values to the lane m away and adds the
-// values that come back to the other half. 16 values over 32 lanes take 16 shuffles instead of 80. Then v[0 .. kept)
-// are the sums of states first .. first + kept. Which half a lane sends depends on the lane, and choosing would cost
-// two selects per value. So lanes hold their states in different orders, in groups of four: register i is state i ^
-// order, and every lane sends its upper half.
+// values that come back to the other half. 16 values over 32 lanes take 16 shuffles instead of 80. In the end
+// v[0 .. kept) are the sums of states first .. first + kept. The half that a lane sends depends on the lane, and
+// choosing it would cost two selects per value. So lanes hold their states in different orders, in groups of four:
+// register i is state i ^ order, and every lane sends its upper half.
 template <int P, int L> struct ChannelSums {
     static const int kept = P > 32 / L ? P * L / 32 : 1;
     int first, order;
-    bool writer;                                                         // one of the lanes that hold the same sums
+    bool writer;                                                         // true for one of the lanes with the same sums
     __device__ __forceinline__ ChannelSums(int lane) {
         first = order = 0;
         writer = true;
@@ -267,11 +268,11 @@ template <int P, int L> struct ChannelSums {
 };
 
 // The place of a channel's state j in a row of shared memory. A lane reads its P states four at a time, eight lanes at
-// once: if each lane's states were contiguous, every fourth lane's would be in the same banks.
+// once: if each lane's states were contiguous, every fourth lane would read from the same banks.
 template <int P, int L> MATH int place(int j) { return j % P / 4 * (4 * L) + j / P * 4 + j % 4; }
 template <int P, int L> MATH int state_at(int place) { return place / 4 % L * P + place / (4 * L) * 4 + place % 4; }
 
-// A lane's P numbers from such a row, in the lane's order.
+// Reads a lane's P numbers from such a row, in the lane's order.
 struct alignas(16) Four { float v[4]; };
 template <int L, int P> MATH void read_four(const float *row, int part, int order, float (&to)[P]) {
     #pragma unroll
@@ -313,9 +314,9 @@ template <class U, class E, int P, int L, int ROWS> struct KeyRows {
     static const int W = NP < 128 ? NP / 4 : 32, GROUPS = NP / (4 * W), ITEMS = ROWS * W;
     static const int PASSES = (2 * ITEMS + THREADS - 1) / THREADS;
     struct Raw { struct alignas(4 * sizeof(E)) { E v[4]; } item[PASSES][GROUPS][THREADS]; };
-    // points to this lane's row and column of k, or of q in a later pass
+    // this lane's column of k at step 0; in a single pass, upper lanes have q's
     const E *from;
-    int stride, row, left;                                               // left: columns from this lane's on to the end
+    int stride, row, left;                                               // left: columns from this lane's to the end
     const E *from_q;                                                     // for passes that read either k or q, not both
     int stride_q;
     E v[PASSES][GROUPS][4];
@@ -344,8 +345,8 @@ template <class U, class E, int P, int L, int ROWS> struct KeyRows {
                 for (int i = 0; i < 4; i++) v[p][g][i] = g * STEP + i < valid ? at[g * STEP + i] : E{};
         }
     }
-    // The same by asynchronous copies through shared memory, for full ROWS and columns: `begin` starts them, `take`
-    // reads them once they have arrived.
+    // The same by asynchronous copies through shared memory, for full ROWS and columns: `begin` starts the copies,
+    // `take` reads the rows once they have arrived.
     __device__ __forceinline__ void begin(Raw &raw, int t0) const {
         #pragma unroll
         for (int p = 0; p < PASSES; p++)
@@ -391,7 +392,7 @@ template <int L> struct Place {
     int tid, lane, warp, part;                         // part: index among the L lanes that share two channels
     int block, b;                                      // block within the row; row
     int channel[C];                                    // own, neighbour's
-    bool live[C], owner;                               // owner: the lane that writes, of those that own the channel
+    bool live[C], owner;                               // owner: of the lanes with this channel, the one that writes
     Row row;
     __device__ __forceinline__ Place(const ScanArgs &a) {
         tid = threadIdx.x; lane = tid & 31; warp = tid >> 5; part = tid % L;
@@ -420,8 +421,8 @@ template <class E> struct Channel {
 };
 
 // Fetches rows of TENSORS (B, T, D) tensors for a warp, ROWS steps of its channels per stage, by asynchronous copies of
-// 16 bytes per lane. They need no registers on the way. A warp has only six scoreboards, which reads into registers
-// share with everything else that takes long: an instruction waiting for a shuffle would also wait for memory.
+// 16 bytes per lane. The copies need no registers on the way. A warp has only six scoreboards, which reads into
+// registers would share with all other slow instructions: one that waits for a shuffle would also wait for memory.
 struct Source { const void *p; int64_t stride_b, stride_t; };
 template <class E, int L, int TENSORS, int ROWS> struct WarpRows {
     static const int CHANNELS = 32 / L * C, BYTES = CHANNELS * sizeof(E), PIECES = BYTES < 16 ? 1 : BYTES / 16;
@@ -448,7 +449,7 @@ template <class E, int L, int TENSORS, int ROWS> struct WarpRows {
             from[s] = step_at(from[s], lane / PIECES % ROWS, stride[s]) + lane % PIECES * 16;
         }
     }
-    // of the FIRST tensors
+    // starts the copies of the first FIRST tensors
     template <int FIRST = TENSORS> __device__ __forceinline__ void begin(Stage &stage, int t) const {
         #pragma unroll
         for (int s = 0; s * TOGETHER < FIRST; s++)
@@ -465,7 +466,8 @@ template <int P> MATH Four *kept_states(const ScanArgs &a, int64_t chunk, int pa
     return (Four *)a.chunks + (chunk * ceil_div(a.N, 4) + (part * P + g) / 4) * a.D + channel;
 }
 
-// S_t from S_{t-1}, states n P .. n P + P of channel n; of the neighbour's step only x and size are known before.
+// S_t from S_{t-1}. S[n P .. n P + P) are the states of channel n. Of the neighbour's step only x and size are known
+// beforehand.
 template <class U, int L, int P, class R>
 MATH void next_states(Step<float> (&s)[C], float (&S)[C * P], const float (&k)[P], R rate) {
     if (U::whole) {
@@ -488,11 +490,11 @@ MATH void share_step(Step<float> step, Step<float> (&all)[C]) {
 }
 
 // WHOLE, for the kernels below: the steps of every row fill whole chunks, its channels whole blocks, and there is a
-// gate, so that no step checks bounds. This holds for nearly every call, and the checks are a tenth of the backward's
+// gate. Then no step checks bounds. Nearly every call is like this, and the checks are a tenth of the backward's
 // instructions.
 
 #ifndef STAGES
-#define STAGES 2                                       // of the forward's rows; divides KEYS / TILE
+#define STAGES 2                                       // stages of the forward's rows; divides KEYS / TILE
 #endif
 // two buffers
 template <int P, int L, int BATCH> struct ForwardShared { float k[2][BATCH][P * L], q[2][BATCH][P * L], kk[2][BATCH]; };
@@ -501,7 +503,7 @@ template <class U, class E, int P, int L> struct AsyncForwardShared
     : ForwardShared<P, L, fetched_keys<E, P, L>> {
     static const int STEPS = LONGER * TILE, BATCH = fetched_keys<E, P, L>;
     static_assert(CHUNK % BATCH == 0 && BATCH % STEPS == 0);             // a chunk is a whole number of batches
-    static_assert(BATCH / STEPS >= STAGES && BATCH / STEPS % STAGES == 0);  // a batch's keys have arrived at its end
+    static_assert(BATCH / STEPS >= STAGES && BATCH / STEPS % STAGES == 0);  // the next keys arrive before a batch ends
     typedef WarpRows<E, L, 3, STEPS> Rows;                            // of x, dt, z
     typename Rows::Stage rows[THREADS / 32][STAGES];
     typename KeyRows<U, E, P, L, BATCH>::Raw raw;
@@ -510,8 +512,8 @@ template <class U, class E, int P, int L> struct AsyncForwardShared
 // If rows are too few to fill the GPU, T is split into segments (only if WHOLE and fetched ahead). With SEGMENT_STATE
 // the forward computes, for each segment, its final state from a zero start and the product of its forget gates.
 // `combine` turns these into the state before each segment, and the forward then runs over all segments at once. The
-// backward joins its G in the same way (`scan_segment_grad`). The last segment's state and the first one's G are not
-// needed: their blocks return at once.
+// backward joins its G in the same way (`scan_segment_grad`). The last segment's state and the first segment's G are
+// not needed: their blocks return at once.
 MATH bool is_segment(const ScanArgs &a, int row, int64_t which) {
     return (uint32_t)row % (uint32_t)a.segments == (uint32_t)which;
 }
@@ -545,7 +547,7 @@ MATH void scan_forward(const ScanArgs &a) {
         gates[i] = 1.0f;
     }
     Ahead<E> xs[STEPS], dts[STEPS], zs[STEPS];
-    auto read_rows = [&](int t0) {                                       // beyond T: the last one again
+    auto read_rows = [&](int t0) {                                       // beyond T: the last row again
         const int first = t0 < T - STEPS ? t0 : T - STEPS;
         #pragma unroll
         for (int i = 0; i < STEPS; i++) {
@@ -592,7 +594,7 @@ MATH void scan_forward(const ScanArgs &a) {
             float xf[STEPS], dtf[STEPS], gate[STEPS];
             if constexpr (ASYNC) {
                 copy_wait<STAGES - 2>();  // test: forward waits
-                __syncwarp();                                            // all lanes' copies are there
+                __syncwarp();                                            // all lanes' copies have arrived
                 begin_rows(t0 + (STAGES - 1) * STEPS);
             }
             #pragma unroll
@@ -627,7 +629,7 @@ MATH void scan_forward(const ScanArgs &a) {
                 write<(L > C)>(writer && within(t0 + i), step_at(y, t0 + i, out_t), out);
             }
         }
-        if constexpr (ASYNC) keys.take(async.raw);                       // requested before rows that have arrived
+        if constexpr (ASYNC) keys.take(async.raw);                       // arrived: requested before the last rows
         keys.store(s.k[buffer ^ 1], s.q[buffer ^ 1], s.kk[buffer ^ 1]);
         __syncthreads();  // the other buffer is full, this one is free; test: forward barrier
     }
@@ -642,8 +644,9 @@ MATH void scan_forward(const ScanArgs &a) {
     }
 }
 
-// Shared memory of a backward block: a chunk's keys and queries, its states every SUB steps, and the contributions of
-// the block's channels to dk and dq over SUB steps, one row per warp, summed over warps in a fixed order.
+// The shared memory of a backward block. It holds a chunk's keys and queries, its states every SUB steps, and the
+// block's contributions to dk and dq over SUB steps. These have a row per warp, and are summed over warps in a fixed
+// order.
 template <class U, int P, int L, int STATES> struct BackwardShared {
     float k[CHUNK][P * L], q[CHUNK][P * L], kk[CHUNK];
     Four states[STATES][C * P / 4][THREADS];
@@ -692,8 +695,8 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
         if (U::rates && !inside) step.size = 0.0f;                       // as in the forward
         share_step(step, all);
     };
-    // Stages of rows follow the walk below: a chunk's sub-chunks forwards, except the last, with x and dt only; then
-    // all of them backwards. While one stage is in use the next one is on its way, also across chunks.
+    // Stages of rows follow the walk below. First come a chunk's sub-chunks forwards, except the last, with x and dt
+    // only; then all sub-chunks backwards. While one stage is in use, the next is on its way, also across chunks.
     const int col = c % Rows::CHANNELS;                                  // among the warp's channels
     const Rows rows(at.lane, at.row, c - col, {{a.x, a.x_b, a.x_t}, {a.dt, a.dt_b, a.dt_t}, {a.z, a.z_b, a.z_t},
                                                {a.dy, a.dy_b, a.dy_t}});
@@ -715,8 +718,8 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
             copy_begin<16>(&to[i / 4][at.tid],
                            kept_states<P>(a, at.row.chunk + t0 / CHUNK, at.part, i % P ^ order, at.channel[i / P]));
     };
-    // The place in s.states of the states before sub-chunk `sub`. If ASYNC there is no room for those of the first:
-    // they are fetched again, for this chunk and the next one, into places of later sub-chunks that have been read.
+    // The place in s.states of the states before sub-chunk `sub`. If ASYNC there is no room for the first sub-chunk's
+    // states: they are fetched again, for this chunk and the next, into places of later sub-chunks that have been read.
     constexpr int CURRENT = SUBS - 2, NEXT = SUBS - 3;
     static_assert(!ASYNC || SUBS >= 4);
     auto place_of = [](int sub) { return !ASYNC ? sub : sub ? sub - 1 : CURRENT; };
@@ -804,7 +807,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
             auto &now = async.rows[at.warp][stage].row;
             get_own(s.states[place_of(sub)], at.tid, S);
             #pragma unroll
-            // forward again, keeping every state; dq and dz
+            // forward again, keeping every state and computing dq and dz
             for (int i = 0; i < SUB; i++) {
                 const int r = sub * SUB + i;
                 const bool in = within(t0 + r) && live;
@@ -840,7 +843,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
             for (int i = SUB - 1; i >= 0; i--) {                         // beyond D lanes add zeros: dy and G are 0
                 const int r = sub * SUB + i;
                 const bool in = within(t0 + r) && live;
-                __syncwarp();  // the same; the neighbour's s.gated is there; test: neighbour
+                __syncwarp();  // as above; the neighbour's s.gated is there; test: neighbour
                 float k[P], q[P], gated[C], dk[P] = {}, Gk[C] = {};
                 #pragma unroll
                 for (int n = 0; n < C; n++) gated[n] = s.gated[i][at.tid ^ n];
@@ -885,7 +888,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
                 dbias += in ? d.ddt : 0.0f;
                 dskip += gated[0] * steps[i][0].x;
             }
-            if (U::norm) {                                               // 4 values per channel: no need for orders
+            if (U::norm) {                                               // 4 values per channel: order is 0
                 const ChannelSums<SUB, 1> step_sums(at.lane);
                 step_sums(dkk, at.lane);
                 if (step_sums.writer)
@@ -927,7 +930,7 @@ template <class U, class E, int P, int L, bool WHOLE> MATH void scan_backward(co
     if (live && at.owner && a.dbias) a.dbias[b * a.D + c] = dbias;
 }
 
-// A segment's contribution to G = dL/dS before its first step, and the product of its forget gates.
+// Computes a segment's contribution to G = dL/dS before its first step, and the product of its forget gates.
 template <class U, class E, int P, int L> MATH void scan_segment_grad(const ScanArgs &a) {
     typedef AsyncForwardShared<U, E, P, L> Shared;
     constexpr int STEPS = Shared::STEPS, BATCH = Shared::BATCH;
@@ -972,7 +975,7 @@ template <class U, class E, int P, int L> MATH void scan_segment_grad(const Scan
     for (int n = 1; n < STAGES; n++) begin_rows(T - n * STEPS);
     copy_wait<STAGES - 2>();
     for (int batch = T - BATCH; batch >= 0; batch -= BATCH) {
-        keys.take(s.raw);                                                // requested before rows that have arrived
+        keys.take(s.raw);                                                // arrived: requested before the last rows
         __syncthreads();                                                 // the previous batch has been read
         keys.store(s.k[0], s.q[0], s.kk[0]);
         __syncthreads();
@@ -997,8 +1000,8 @@ template <class U, class E, int P, int L> MATH void scan_segment_grad(const Scan
     }
 }
 
-// Joins segments: hT[s] becomes the state before segment s, from the row's initial state (h0, or dhT in reverse) and
-// each segment's hT and decay. One thread per number of the state.
+// Joins segments. hT[s], segment s's final state from zero, becomes the state before segment s. The row's initial state
+// is h0, or dhT in reverse. A thread handles one number of the state.
 MATH void combine(const ScanArgs &a) {
     const int64_t blocks = ceil_div(a.D * a.N, THREADS);
     const int64_t i = blockIdx.x % blocks * THREADS + threadIdx.x, b = blockIdx.x / blocks;
@@ -1015,14 +1018,15 @@ MATH void combine(const ScanArgs &a) {
 }
 
 // ------------------------------------------------------------------------------- CUDA: functions for kernels/build.py
-// One cubin per update, dtype, P, L and C: a few kernels compile in seconds, all combinations would take minutes.
-// `facts`, for kernels/build.py: channels per block, states per channel, each kernel's shared memory.
+// One cubin per update, dtype, P and L: a few kernels compile in seconds, all combinations would take minutes.
+// kernels/cuda.py reads `facts`: CHUNK, the size of ScanArgs, threads and channels per block, states per channel, and
+// each kernel's shared memory.
 
 typedef SCAN_UPDATE U;
 typedef SCAN_TYPE E;
 
-// Blocks per multiprocessor that the registers must suffice for. An H100's shared memory holds three blocks of the
-// backward, if the compiler needs no spilling for that; otherwise two.
+// Blocks per multiprocessor for which the registers must suffice. An H100's shared memory holds three blocks of the
+// backward. It is two where the compiler would have to spill registers.
 #ifndef FORWARD_BLOCKS
 #define FORWARD_BLOCKS (U::rates || SCAN_L > C ? 3 : 4)
 #endif
@@ -1057,10 +1061,10 @@ __device__ int64_t facts[] = {CHUNK, sizeof(ScanArgs), THREADS, THREADS / SCAN_L
 // ----------------------------------------------------------------------------------------------- CPU: the scan
 // NC is the state size if known at compile time, or 0 to read it from the arguments. A task is one batch row and a
 // range of channel groups. It goes through time chunk by chunk, and all its groups go through a chunk one after
-// another, so that k and q are converted, and dk and dq summed over lanes, once per chunk and not once per group.
+// another. So k and q are converted, and dk and dq summed over lanes, once per chunk and not once per group.
 
-// The LANES sums of LANES rows of LANES lanes. Each stage adds the halves of two rows into one, so that 15 additions
-// replace 16 horizontal sums of 4 additions each.
+// Sums LANES rows over their LANES lanes. Each stage adds the halves of two rows into one row, so 15 additions replace
+// 16 horizontal sums of 4 additions each.
 template <int L> MATH vec pair_sum(vec a, vec b) {                     // segments of L lanes become segments of L / 2
     ivec low, high;
     for (int i = 0; i < LANES; i++) { low[i] = i / (L / 2) * L + i % (L / 2); high[i] = low[i] + L / 2; }
@@ -1089,7 +1093,7 @@ static void row_sums(const vec *rows, int64_t count, float *out) {       // both
     }
 }
 
-struct Keys { float *k, *q, *kk; };                    // of a chunk, and |k|^2
+struct Keys { float *k, *q, *kk; };                    // a chunk's k, q and |k|^2
 
 template <class E> static void load_keys(const ScanArgs &a, const Row &row, int64_t t0, int steps, const E *ks,
                                          const E *qs, Keys to) {
@@ -1115,7 +1119,7 @@ template <class E> struct Tile {
     E *y, *dx, *ddt, *dz;
     vec bias, skip;
 
-    // Step t of the next group of channels, which is computed after this chunk of this group.
+    // Prefetches step t of the next group of channels, which follows in this chunk.
     inline __attribute__((always_inline)) void prefetch_next(int t) const {
         prefetch(x + t * x_t + LANES);
         prefetch(dt + t * dt_t + LANES);
@@ -1393,7 +1397,7 @@ template <class U, class E, int NC> static void scan_backward(const ScanArgs &a)
     });
 }
 
-// Picks the instance for the dtype, and for a state size that is known at compile time, if it is one that models use.
+// Picks the instance for the dtype and the state size. The sizes that models use are known at compile time.
 #define DISPATCH_STATE(f, U, NC) do { if (a->dtype == BFLOAT16) f<U, bf16, NC>(*a); else f<U, float, NC>(*a); } while (0)
 #define DISPATCH_SCAN(f) do {                                                                                 \
     if (a->update == EXACT) DISPATCH_STATE(f, Exact, 0);                                                      \

@@ -1,12 +1,13 @@
 """Builds the native libraries on first use, caches and loads them (called by ctypes).
 
-A C++ compiler builds longhorn_scan.cu and conv_norm.cu for the CPU; nvcc or NVRTC builds these, loss.cu and sums.cu for
-a GPU. PyTorch's headers are not needed. Libraries are cached under build/, keyed by a hash of source, flags, compiler
-and machine; $LONGHORN_BUILD_DIR sets another folder, $CXX and $NVCC other compilers. A GPU gets one library per dtype
-and state shape, convolution width or vocabulary: each compiles in seconds, all of them would take minutes.
+A C++ compiler builds longhorn_scan.cu and conv_norm.cu for the CPU. nvcc or NVRTC builds both of them, loss.cu and
+sums.cu for a GPU. PyTorch's headers are not needed. Libraries are cached under build/, keyed by a hash of source,
+flags, compiler and machine; $LONGHORN_BUILD_DIR sets another folder, $CXX and $NVCC other compilers. A GPU gets one
+library per dtype and state shape, convolution width or vocabulary. Each compiles in seconds; all of them would take
+minutes.
 
-Nothing is loaded that another user (except root) could have written: if others may write to the folder, the libraries
-are built in ~/.cache/longhorn instead.
+A library that another user (except root) could have written is never loaded: if others may write to the folder, the
+libraries are built in ~/.cache/longhorn instead.
 """
 
 import collections
@@ -36,11 +37,11 @@ CONV = ROOT / "kernels" / "conv_norm.cu"
 LOSS = ROOT / "kernels" / "loss.cu"
 SUMS = ROOT / "kernels" / "sums.cu"
 HEADER = ROOT / "kernels" / "lanes.h"
-CHUNK = 32  # steps between the states that the forward keeps; CHUNK of longhorn_scan.cu
-MAX_WIDTH = 8  # of the convolution kernels; MAX_WIDTH of conv_norm.cu
-CUDA_THREADS = 128  # THREADS of lanes.h
+CHUNK = 32  # the forward keeps a state every CHUNK steps; CHUNK in longhorn_scan.cu
+MAX_WIDTH = 8  # widest convolution that the kernels take; MAX_WIDTH in conv_norm.cu
+CUDA_THREADS = 128  # threads per block; THREADS in lanes.h
 BLOCK_SUMS = 32  # sums per block of the kernel in sums.cu
-CONV_TILE = 64  # steps per thread of the CUDA convolution; CONV_TILE of conv_norm.cu
+CONV_TILE = 64  # steps per thread of the CUDA convolution; CONV_TILE in conv_norm.cu
 
 
 @functools.cache
@@ -65,10 +66,10 @@ def _cpu_name():
 
 
 def build(sources=(SCAN, CONV), folder=None):
-    """Compile `sources` into one library for this CPU, unless it is cached; returns (path, seconds of compiling).
+    """Compile `sources` into one library for this CPU, unless it is cached. Returns (path, compile time in seconds).
 
     If several processes call it at the same time, one builds and the others wait for a file lock. The folder is
-    `folder`, $LONGHORN_BUILD_DIR or build/ of this repository. Raises OSError with the compiler's message.
+    `folder`, $LONGHORN_BUILD_DIR or this repository's build/. Raises OSError with the compiler's message.
     """
     compiler = os.environ.get("CXX", "").strip() or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if compiler is None:
@@ -82,10 +83,10 @@ def build(sources=(SCAN, CONV), folder=None):
 
 
 class Broken(OSError):
-    """The kernels' source is at fault: it does not compile, although the compiler works, or contradicts this file."""
+    """The kernels' source is at fault: the compiler works but refuses it, or a struct or constant differs from here."""
 
 
-# A smoke test: a compiler that builds this but not the kernels shows that the kernels' source is at fault.
+# A smoke test: if the compiler builds this but not the kernels, the kernels' source is at fault.
 NEEDED = """
 #include <stdint.h>
 #include <stdlib.h>
@@ -121,8 +122,8 @@ def _compile(compiler, flags, sources, folder):
 
 
 def build_cuda(update, dtype, shape, architecture, way=None, source=None, folder=None):
-    """`build` for a GPU architecture, say 'sm_90': the kernels of an update, of "conv", "loss" or "sums", for a dtype
-    and shape as in `cuda.defines`. way: one of `cuda.ways`; None: the first that works."""
+    """Like `build`, for a GPU architecture such as 'sm_90'. update: one of the scan's, "conv", "loss" or "sums". shape:
+    as in `cuda.defines`. way: one of `cuda.ways`; None: the first that works."""
     if way is None:
         return _first_that_works(architecture, lambda way: build_cuda(update, dtype, shape, architecture, way, source,
                                                                       folder))
@@ -141,11 +142,11 @@ def _first_that_works(architecture, make):
             return make(way)
         except (OSError, RuntimeError) as error:
             errors.append(f"{' '.join(way)}: {error}")
-    raise OSError("; ".join(errors[:2]))  # the rest, PTX, failed for the same reasons
+    raise OSError("; ".join(errors[:2]))  # the later ways, to PTX, failed for the same reasons
 
 
 def _cached(name, suffix, key, sources, folder, make):
-    """(path, seconds) of the file that make(path) writes, cached by a hash of `key` and the sources."""
+    """Return (path, seconds) of the file named by a hash of `key` and the sources. If missing, make(path) writes it."""
     folder = _private(Path(folder or os.environ.get("LONGHORN_BUILD_DIR") or ROOT / "build"))
     headers = sorted([*ROOT.glob("*.h"), *HEADER.parent.glob("*.h")])
     read = lambda: b"".join(Path(path).read_bytes() for path in (*headers, *sources))
@@ -167,9 +168,9 @@ def _cached(name, suffix, key, sources, folder, make):
             return path, 0.0
         start, tmp = time.perf_counter(), Path(temporary(folder / stem))
         make(tmp)
-        if read() != text:  # the hash in the file's name is that of the old text
+        if read() != text:  # the file's name would carry the hash of the old text
             os.unlink(tmp)
-            raise Broken(f"{' or '.join(Path(path).name for path in sources)} was edited while it was compiled")
+            raise Broken(f"{' or '.join(Path(path).name for path in sources)} was edited while it was being compiled")
         with open(tmp, "rb+") as f:
             path = folder / f"{stem}_{hashlib.sha256(f.read()).hexdigest()[:16]}{suffix}"
             os.fsync(f.fileno())
@@ -179,7 +180,8 @@ def _cached(name, suffix, key, sources, folder, make):
 
 
 def _private(folder):
-    """`folder`, or one in the user's cache if others may write there. Raises OSError if they may write to both."""
+    """`folder`, or a folder in the user's cache if others may write to `folder`. Raises OSError if they may write to
+    both."""
     if not folder.is_dir() or _is_ours(folder):
         return folder
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "longhorn"
@@ -193,14 +195,14 @@ def _private(folder):
 
 
 def _is_ours(path):
-    """True if nobody but this user and root can have written the file, or into the folder."""
+    """True if only this user or root can have written this file, or into this folder."""
     status = path.stat()
     return status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
 
 
 def _intact(folder, stem):
-    """The cached file, if it is ours and its content matches the hash in its name: loading a truncated file would raise
-    SIGBUS."""
+    """The cached file, if it is ours and its content matches the hash in its name, else None. Loading a truncated file
+    would raise SIGBUS."""
     for path in folder.glob(f"{stem}_*"):
         with contextlib.suppress(OSError):
             if _is_ours(path) and path.stem.endswith(hashlib.sha256(path.read_bytes()).hexdigest()[:16]):
@@ -225,20 +227,20 @@ LossArgs = _struct("LossArgs", "V stride train *logits *targets *log_p")
 Sum = _struct("Sum", "first parts n columns type *source *to")
 SumsArgs = type("SumsArgs", (ctypes.Structure,), {"_fields_": [("of", 5 * Sum)]})  # TENSORS of sums.cu
 
-Source = collections.namedtuple("Source", "path kernels args steps")  # on a GPU; steps per chunk or tile
+Source = collections.namedtuple("Source", "path kernels args steps")  # of GPU kernels; steps: per chunk or tile
 SOURCES = {"conv": Source(CONV, cuda.CONV_KERNELS, ConvArgs, CONV_TILE),
            "loss": Source(LOSS, cuda.LOSS_KERNELS, LossArgs, 0),
            "sums": Source(SUMS, cuda.SUMS_KERNELS, SumsArgs, 0)}
 
 
 def source_of(update):
-    """The Source for one of SOURCES, or for an update of the scan."""
+    """The Source of a key of SOURCES, or of an update of the scan."""
     return SOURCES.get(update, Source(SCAN, cuda.SCAN_KERNELS, ScanArgs, CHUNK))
 
 
 def load(path):
-    """The library at `path`. Raises OSError if it cannot be loaded, Broken if its structs or constants differ from
-    those above."""
+    """Load the library at `path`. Raises OSError if that fails, Broken if the library's structs or constants differ
+    from this file's."""
     lib = ctypes.CDLL(str(path))
     ours = {"longhorn_chunk": CHUNK, "longhorn_max_width": MAX_WIDTH, "scan_args_size": ctypes.sizeof(ScanArgs),
             "conv_args_size": ctypes.sizeof(ConvArgs), "norm_args_size": ctypes.sizeof(NormArgs)}

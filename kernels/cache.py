@@ -1,17 +1,17 @@
-"""The cache of attention: keys and values of the tokens so far, which grow without being copied at every token."""
+"""Attention's cache: the keys and values of all tokens so far. Appending a token does not copy them."""
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-# Keys returned by `append_to_cache` -> (buffers of keys and values with room at the end; the values returned with them)
+# For keys that `append_to_cache` returned: (key buffer, value buffer, the values returned with these keys)
 ROOMS = WeakIdKeyDictionary()
 
 
 def append_to_cache(cache, k, v):
     """Append k and v (B, H, T, n) to a (keys, values) cache. The cache passed in is not modified.
 
-    The buffers have room at the end, so that a new token does not copy the whole cache; when the room is used up, they
-    grow by a quarter. Only the first caller that continues exactly the returned tensors gets the room. Any other
+    The buffers have room at the end, so a new token does not copy the whole cache. When the room is used up, they grow
+    by a quarter. Only the first caller that continues exactly the returned tensors gets the room. Any other
     continuation, or a cache that was cut, sorted, expanded, moved or loaded, starts with a copy. With gradients, or
     when compiling, this is torch.cat.
     """
@@ -34,6 +34,6 @@ def append_to_cache(cache, k, v):
 
 
 def has_room(room, k, T):
-    """True if T tokens like those of k fit in the buffer."""
+    """True if the buffer has room for T tokens, and k's dtype and inference mode."""
     alike = room.dtype == k.dtype and room.is_inference() == torch.is_inference_mode_enabled()
     return alike and T <= room.shape[2]

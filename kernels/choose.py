@@ -1,4 +1,4 @@
-"""Chooses which body of an operator runs: this repository's kernel, another library's, or the plain PyTorch loop."""
+"""Chooses an operator's implementation: this repository's kernel, another library's, or the plain PyTorch loop."""
 
 import contextlib
 import functools
@@ -11,7 +11,7 @@ from kernels import build, cuda, fused
 DTYPES = fused.ALL
 BACKENDS = ("torch", "cpu", "cuda", "fused")
 LA = "kernels/linear_attention.py: "
-BODIES = {  # operator: (place of its fast body, place of its plain PyTorch body)
+BODIES = {  # operator: (where its fast code is, where its plain PyTorch code is)
     "longhorn_scan": ("longhorn_scan.cu", "kernels/scan.py"),
     "selective_scan": ("longhorn_scan.cu", "kernels/scan.py"),
     "causal_conv1d": ("kernels/conv_norm.cu", "kernels/ops.py"),
@@ -27,15 +27,15 @@ BODIES = {  # operator: (place of its fast body, place of its plain PyTorch body
     "mesa": (LA + "_mesa", LA + "mesa_ref"),
     "wkv4": (LA + "_wkv4", LA + "wkv4_ref"),
 }
-NATIVE = ("longhorn_scan", "selective_scan", "causal_conv1d", "rms_norm")  # the others run in PyTorch on every device
+NATIVE = ("longhorn_scan", "selective_scan", "causal_conv1d", "rms_norm")  # the others are PyTorch code
 NO_LIBRARY = {"longhorn_scan": "no library has Longhorn's scan", "wkv4": "no library has RWKV-4's wkv"}
 _off = set()  # see `plain`
 
 
 @contextlib.contextmanager
 def plain(*ops):
-    """In this context the named operators (keys of BODIES) run their plain PyTorch bodies, whatever `backend` says.
-    With the name "libraries" all operators run this repository's bodies instead of other libraries' kernels.
+    """Inside this context the named operators (keys of BODIES) run in plain PyTorch, whatever `backend` says. The name
+    "libraries" makes all operators run this repository's code instead of other libraries' kernels.
 
     Keep both forward and backward inside: activation checkpointing chooses again in the backward. Compiled code is not
     affected.
@@ -51,20 +51,20 @@ def plain(*ops):
 
 
 def places(op, backend, device, dtype):
-    """(where the body of `op` that `choose` picks for these arguments is, where its plain body is), for messages."""
+    """For messages: (where the code is that `choose` picks for these arguments, where the plain code of `op` is)."""
     fast, slow = BODIES[op]
     library = op in fused.LIBRARIES and choose(op, backend, device, dtype) == "fused"
     return fused.place(op) if library else fast, slow
 
 
 def choose(op, backend, device, dtype=None, cannot=None, library_cannot=None):
-    """The body of `op` (a key of BODIES) to run: 'torch' (plain PyTorch), 'fused' (a library's GPU kernel), or the
-    device ('cpu', 'cuda') for this repository's own body on it. Every operator calls this.
+    """Choose what runs `op` (a key of BODIES): 'torch' (plain PyTorch), 'fused' (a library's GPU kernel), or the device
+    ('cpu', 'cuda') for this repository's own code. Every operator calls this.
 
-    backend: one of BACKENDS, None or "" for the fastest that runs here. device: the type of the tensors' device. dtype:
-    of the tensors; None: one that every body takes. cannot, library_cannot: further reasons why the native kernels or
-    the library cannot take these tensors. Inside torch.func and forward-mode AD native operators run in plain PyTorch:
-    the kernels have no rules for these and would silently drop tangents.
+    backend: one of BACKENDS, None or "" for the fastest that runs here. device: the tensors' device type. dtype: the
+    tensors' dtype; None if every implementation takes it. cannot, library_cannot: further reasons why the native
+    kernels or the library cannot take these tensors. Inside torch.func and forward-mode AD native operators run in
+    plain PyTorch: the kernels have no rules for them and would silently drop tangents.
 
     Raises ValueError for an unknown backend, RuntimeError with the reason if the given backend cannot run here.
     """
@@ -101,7 +101,7 @@ def _choose(op, backend, device, dtype, cannot, library_cannot, forced_plain, li
 
 
 def _library_refuses(op, device, dtype, library_cannot):
-    """Why the library cannot run this operator here; None if it can, which is announced once."""
+    """Return why the library cannot run this operator here. If it can, announce that once and return None."""
     if device != fused.GPU:
         return f"the tensors are on {device}"
     reason = fused.refusal(op, dtype) or library_cannot or fused.missing(op)

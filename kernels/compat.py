@@ -3,7 +3,7 @@
     from kernels.compat import longhorn_scan, selective_scan_fn
 
 Copy kernels/, common/ and longhorn_scan.cu. They need PyTorch and a C++ compiler, and for a GPU nvcc or NVRTC.
-docs/kernels.md shows how to run Hugging Face's Mamba on it.
+docs/kernels.md shows how to run Hugging Face's Mamba on them.
 """
 
 import torch
@@ -13,15 +13,15 @@ from kernels.scan import longhorn_scan, selective_scan  # noqa: F401
 
 def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False,
                       return_last_state=False):
-    """Computes what mamba_ssm.ops.selective_scan_interface.selective_scan_fn does, on a CPU too.
+    """The same function as mamba_ssm.ops.selective_scan_interface.selective_scan_fn, on a CPU too.
 
     Args:
         u, delta, z: (B, D, T), z optional.
         A: (D, N), negative.
         B, C: (B, N, T), or (B, G, N, T) for G groups of D / G channels each.
         D, delta_bias: (D,), optional; with delta_softplus, delta = softplus(delta + delta_bias).
-    Returns y (B, D, T) of u's dtype, and with return_last_state also the state (B, D, N) in float32, which is
-    differentiable here. Raises ValueError for arguments that do not fit, and for what only mamba-ssm has: complex
+    Returns y (B, D, T) in u's dtype, and with return_last_state also the state (B, D, N) in float32, which is
+    differentiable here. Raises ValueError for mismatched shapes, and for two things that need mamba-ssm: complex
     numbers, and a B or C that is the same at each step.
     """
     if A.is_complex() or B.dim() == 2 or C.dim() == 2:

@@ -24,7 +24,7 @@ struct ConvArgs {
     const void *dy, *dy_again;                        // the gradient of y is their sum; dy_again may be null
     int64_t dy_b, dy_t, dy_again_b, dy_again_t;
     void *dx;                                         // (B, T, D), as y
-    float *dweight, *dbias;                           // (rows, W, D), (rows, D), per batch row; CUDA: per tile
+    float *dweight, *dbias;                           // (rows, W, D), (rows, D): one per batch row; CUDA: per tile
     float *dstate;                                    // (B, W - 1, D)
 };
 
@@ -34,17 +34,16 @@ struct NormArgs {
     const float *weight;                              // (D,)
     float *rstd;                                      // (rows,), written by the forward, read by the backward
     void *y, *dx;                                     // (rows, D), of y_dtype and x_dtype
-    float *dweight;                                   // (tasks, D), the caller sums over tasks
+    float *dweight;                                   // (tasks, D): the caller sums over tasks
     double eps;
 };
 
 #ifdef ON_GPU
 
 // ----------------------------------------------------------------------------------------------- CUDA: the convolution
-// A lane handles C neighbouring channels over CONV_TILE steps of a row: two of 16 bits, which it reads and writes as one
-// word, where D is even (kernels/launch.py copies rows that do not begin at a word). All tiles run at once, and the
-// W - 1 inputs before a tile are read again (they are in the cache). CONV_AHEAD rows are read before the first of them
-// is used.
+// A lane handles C neighbouring channels over CONV_TILE steps of a row. C is 2 for 16-bit channels if D is even: a lane
+// reads and writes both as one word. kernels/launch.py copies rows that do not begin at a word. All tiles run at once,
+// and each reads the W - 1 inputs before it again, from the cache. CONV_AHEAD rows are read before the first is used.
 
 #define CONV_TILE 64
 #define CONV_AHEAD 8
@@ -84,7 +83,7 @@ template <class E, int W, int C> struct ConvPlace {
             for (int i = 0; i < W; i++) weight[n][i] = a.weight[(int64_t)(c + n) * W + i];
         }
     }
-    // window[1 ..] become the inputs of the W - 1 steps before t0; `slide` then makes room for the next
+    // Fills window[1 ..] with the inputs of the W - 1 steps before t0; `slide` then makes room for the next input.
     __device__ __forceinline__ void before(const ConvArgs &a, float (&window)[C][W]) const {
         #pragma unroll
         for (int i = 1; i < W; i++) {
@@ -115,7 +114,7 @@ template <int W> MATH void slide(float (&window)[W], float next) {
     window[W - 1] = next;
 }
 
-// INSIDE: all CONV_AHEAD steps belong to the tile, so that no step checks bounds.
+// INSIDE: all CONV_AHEAD steps belong to the tile, so no step checks bounds.
 template <bool INSIDE, class E, int W, int C>
 MATH void conv_forward_steps(const ConvArgs &a, const ConvPlace<E, W, C> &at, int t, float (&window)[C][W], E *y) {
     uint32_t xs[CONV_AHEAD];
@@ -147,8 +146,9 @@ template <class E, int W, int C> MATH void conv_forward(const ConvArgs &a) {
     }
 }
 
-// The backward also runs forwards in time: dx at t is known once the gradients dp of the sums at t .. t + W - 1 are, so
-// a tile walks W - 1 steps beyond its end, whose sums belong to its neighbour. The steps before 0 belong to the state.
+// The backward also runs forwards in time. dx at t needs dp, the gradients of the sums at t .. t + W - 1, so a tile
+// walks W - 1 steps beyond its end. Those steps count in the next tile's dweight and dbias. dx at steps before 0 is
+// dstate.
 template <int W, int C> struct ConvSums { float window[C][W], dp[C][W], dweight[C][W], dbias[C]; };
 
 template <bool INSIDE, class E, int W, int C>
@@ -216,7 +216,7 @@ extern "C" {
 #define FORWARD_BLOCKS 8
 #define MOST_BLOCKS 7
 #endif
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000    // there registers would spill
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000    // more blocks would spill registers
 #define BACKWARD_BLOCKS (MOST_BLOCKS - 1)
 #else
 #define BACKWARD_BLOCKS MOST_BLOCKS
@@ -308,7 +308,7 @@ template <class E, int WC> static void conv_backward_task(const ConvArgs &a, int
 }
 
 // -------------------------------------------------------------------------------------------------------- CPU: RMSNorm
-// A task is a range of rows. Each row takes one pass; eager PyTorch takes five, and twelve in the backward.
+// A task is a range of rows. It passes over memory once; eager PyTorch makes five passes, and twelve in the backward.
 
 MATH float lane_sum(vec v) { float s = 0; for (int l = 0; l < LANES; l++) s += v[l]; return s; }
 

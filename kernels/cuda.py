@@ -1,8 +1,8 @@
-"""CUDA without host code: kernel sources are compiled to a cubin, which the driver loads and launches through ctypes.
+"""CUDA without host code: kernels are compiled to a cubin, and ctypes calls the driver to load and launch it.
 
-The compiler is nvcc if there is one, else NVRTC, which comes with PyTorch's CUDA wheels. $NVCC names an nvcc,
-$LONGHORN_CUDA_COMPILER=nvrtc skips it. A kernel takes one struct by value (mirrored in kernels/build.py), which ctypes
-passes to cuLaunchKernel, so one cubin works with every version of Python and PyTorch.
+The compiler is nvcc if there is one, else NVRTC, which comes with PyTorch's CUDA wheels. $NVCC names another nvcc,
+$LONGHORN_CUDA_COMPILER=nvrtc skips it. A kernel takes one struct by value, mirrored in kernels/build.py. So one cubin
+works with every version of Python and PyTorch.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ SIZES = {"conv": ("CONV_WIDTH", "CONV_CHANNELS"), "loss": ("LOSS_ROOM",), "sums"
 # ----------------------------------------------------------------------------------------------------------- compilers
 
 def homes():
-    """Where CUDA toolkits may be."""
+    """The folders where CUDA toolkits may be."""
     return [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ] + ["/usr/local/cuda"]
 
 
@@ -48,9 +48,9 @@ def nvcc():
 
 @functools.cache
 def nvrtc():
-    """The NVRTC library, loaded, or None. PyTorch's wheels keep it under nvidia/ next to torch, or in torch/lib.
+    """Load the NVRTC library, or return None. PyTorch's wheels keep it under nvidia/ next to torch, or in torch/lib.
 
-    If there are several, prefers PyTorch's own CUDA version: an older driver may not load code from a newer NVRTC.
+    A library of PyTorch's own CUDA version comes first: an older driver may not load code from a newer NVRTC.
     """
     packages = Path(torch.__file__).parent.parent
     patterns = [packages / "nvidia/*/lib/libnvrtc.so*", packages / "torch/lib/libnvrtc*.so*",
@@ -65,14 +65,14 @@ def nvrtc():
 
 
 def nvrtc_version(lib):
-    """The version, such as '13.0'."""
+    """NVRTC's version, such as '13.0'."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return f"{major.value}.{minor.value}"
 
 
 def missing():
-    """None if the kernels can be compiled, else a line on what is missing."""
+    """None if the kernels can be compiled, else a line that says what is missing."""
     if nvcc() or nvrtc():
         return None
     return "no nvcc and no NVRTC found (install the CUDA toolkit or nvidia-cuda-nvrtc, or set NVCC)"
@@ -88,8 +88,8 @@ def compiler_version(compiler):
 def ways(architecture):
     """[(compiler, "cubin" or "ptx", architecture)] to try in turn for a GPU such as 'sm_90'.
 
-    A driver older than nvcc may refuse nvcc's cubin but load that of PyTorch's own NVRTC. For an architecture that
-    neither compiler knows, PTX for an older one is compiled by the driver. Raises OSError without any compiler.
+    A driver older than nvcc may refuse nvcc's cubin but load one from PyTorch's own NVRTC. If neither compiler knows
+    the architecture, the driver compiles PTX for an older one. Raises OSError if there is no compiler.
     """
     compilers = [name for name, available in (("nvcc", nvcc()), ("nvrtc", nvrtc())) if available]
     if not compilers:
@@ -103,15 +103,20 @@ def tunings():
 
 
 def tuning(name, default):
-    """A number in $LONGHORN_CUDA_DEFINES that tunes build.py's choices, not the compiled code; else the default."""
+    """The number for `name` in $LONGHORN_CUDA_DEFINES, which tunes launch.py's choices and not the compiled code; else
+    the default."""
     return type(default)(dict(word.split("=", 1) for word in tunings() if "=" in word).get(name, default))
 
 
 def defines(update, dtype, *shape):
-    """The macros that select the kernels: the scan with `update` for a `cuda_shape` (P, L), "conv" for (W,
-    channels per lane), "loss" for (bytes of shared memory for a row,), "sums" for (sums per block,).
+    """The macros that select the kernels to compile. `shape` depends on `update`:
 
-    $LONGHORN_CUDA_DEFINES adds more, to try other tunings: "FORWARD_BLOCKS=5 STAGES=4".
+        an update of the scan  (P, L), as in `cuda_shape`
+        "conv"                 (W, channels per lane)
+        "loss"                 (bytes of shared memory for a row,)
+        "sums"                 (sums per block,)
+
+    $LONGHORN_CUDA_DEFINES adds macros to try other tunings, such as "FORWARD_BLOCKS=5 STAGES=4".
     """
     tuning = [f"-D{word}" for word in tunings() if not word.startswith(("P=", "SPLIT_BELOW=", "FILL="))]
     if update in SIZES:
@@ -216,7 +221,7 @@ class Module:
             raise OSError(DISAGREE)
 
     def call(self, function, *arguments):
-        """Call this function of the driver. Raises RuntimeError with what it says."""
+        """Call a function of the driver. Raises RuntimeError with the driver's message."""
         self.check(getattr(self.lib, function)(*arguments), function)
 
     def check(self, code, action):
@@ -227,8 +232,8 @@ class Module:
             raise RuntimeError(f"{action} failed: {message} (CUDA error {code})")
 
     def has_room(self, name, instead):
-        """True if this GPU has enough shared memory for kernel `name`, and fits two of its blocks per multiprocessor if
-        it fits two of the kernel `instead`."""
+        """True if kernel `name` fits this GPU's shared memory, and fits a multiprocessor twice if the kernel `instead`
+        does."""
         block, multiprocessor = self.room
         at_once = lambda kernel: min(2, multiprocessor // (self.shared[kernel] + RESERVED))
         return self.shared[name] <= block and at_once(name) >= at_once(instead)
@@ -239,8 +244,8 @@ class Module:
         if self.context:
             self.check(self.lib.cuCtxSetCurrent(self.context), "cuCtxSetCurrent")
         if name not in self.ready:
-            self.check(self.lib.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, shared), f"{name}, which needs "
-                       f"{shared / 1024:.1f} KB of shared memory per block, more than this GPU may have")
+            self.check(self.lib.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, shared), f"{name}: reserving "
+                       f"{shared / 1024:.1f} KB of shared memory per block, perhaps more than this GPU has,")
             if name.startswith("backward"):  # use as much of the cache as possible for shared memory
                 self.lib.cuFuncSetAttribute(function, CARVE_OUT, 100)
             self.ready.add(name)

@@ -16,7 +16,7 @@ GPU = "cuda"  # where these kernels run
 HALF = (torch.bfloat16, torch.float16)
 ALL = (torch.float32, *HALF)
 # operator: (package, module, function, dtypes). flash-linear-attention multiplies float32 matrices in TF32 (11 bits),
-# whatever PyTorch is told, so it gets 16 bits only and float32 goes to the chunks in PyTorch.
+# whatever PyTorch's setting. So it gets 16-bit tensors only, and float32 runs as chunks in PyTorch.
 LIBRARIES = {
     "selective_scan": ("mamba-ssm", "mamba_ssm.ops.selective_scan_interface", "selective_scan_fn", ALL),
     "causal_conv1d": ("causal-conv1d", "causal_conv1d", "causal_conv1d_fn", ALL),
@@ -30,7 +30,7 @@ LIBRARIES = {
 }
 
 
-# used on a GPU even without backend="fused"
+# operators that call their library on a GPU even without backend="fused"
 BY_DEFAULT = tuple(op for op, (package, *_) in LIBRARIES.items() if package == "flash-linear-attention")
 
 
@@ -49,9 +49,9 @@ def missing(op):
 
 
 def wrong_gradients(op):
-    """What flash-linear-attention lacks to compute right gradients of `op` on this GPU, or None. With gates the library
-    itself refuses to run. On an H200 with Triton 3.6.0 one of RetNet's gradients was off by half; before 0.6.0, in
-    chunks of 64, the delta rule's gradients of k and beta were wrong."""
+    """What flash-linear-attention needs for correct gradients of `op` on this GPU, or None. With gates the library
+    itself refuses to run. On an H200 with Triton 3.6.0 one of RetNet's gradients was off by half. With fla-core before
+    0.6.0, in chunks of 64, the delta rule's gradients of k and beta were wrong."""
     if op not in ("retention", "gated_delta_rule", "delta_rule") or not torch.cuda.is_available():
         return None
     if torch.cuda.get_device_capability()[0] != 9:
@@ -79,7 +79,7 @@ def refusal(op, dtype):
 
 
 def place(op):
-    """The library's function for `op`, as "flash-linear-attention's fla.ops.gla.chunk_gla"."""
+    """Names the library's function for `op`, for example "flash-linear-attention's fla.ops.gla.chunk_gla"."""
     package, module, name, _ = LIBRARIES[op]
     return f"{package}'s {module}.{name}"
 

@@ -1,6 +1,7 @@
 // Arithmetic for the native kernels, both for a GPU lane, where a number is a float, and for a CPU vector of LANES
-// channels. longhorn_scan.cu, conv_norm.cu, loss.cu and sums.cu include it. Both halves define the same names (to_float,
-// reciprocal, maximum, exp_clamped ...), so that a formula is written once. It includes no header of PyTorch or CUDA.
+// channels. longhorn_scan.cu, conv_norm.cu, loss.cu and sums.cu include it. Both halves define the same names
+// (to_float, reciprocal, maximum, exp_clamped ...), so a formula is written once. No header of PyTorch or CUDA is
+// included.
 //
 // Order: macros, GPU lanes, CPU vectors and tasks, common code. In all these files `test: NAME` at the end of a line
 // marks where a test plants a mistake.
@@ -8,7 +9,7 @@
 #pragma once
 
 #if defined(__CUDACC__) || defined(LONGHORN_SHIM)
-#define ON_GPU                                         // LONGHORN_SHIM: the tests run them on a CPU
+#define ON_GPU                                         // LONGHORN_SHIM: the tests run GPU kernels on a CPU
 #endif
 #ifdef __CUDACC_RTC__                                  // NVRTC has no headers at all
 typedef long long int64_t; typedef int int32_t; typedef unsigned int uint32_t; typedef unsigned short uint16_t;
@@ -19,7 +20,7 @@ typedef long long int64_t; typedef int int32_t; typedef unsigned int uint32_t; t
 
 #define LOG2E 1.44269504f
 
-enum { FLOAT32 = 0, BFLOAT16 = 1 };                    // dtypes of the CPU kernels; a GPU kernel is compiled for one
+enum { FLOAT32 = 0, BFLOAT16 = 1 };                    // dtypes of the CPU kernels; a GPU kernel has just one
 
 #ifdef ON_GPU
 #define MATH static __device__ __forceinline__
@@ -38,7 +39,8 @@ MATH int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 #endif
 #define ALL_LANES 0xffffffffu
 
-// Defines a kernel for kernels/cuda.py: runs `body` on a struct, with registers for `blocks` blocks per multiprocessor.
+// Defines a kernel for kernels/cuda.py that runs `body` on the struct `a`. It uses few enough registers for `blocks`
+// blocks per multiprocessor.
 #define KERNEL(name, blocks, Args, body) \
     __global__ void __launch_bounds__(THREADS, blocks) name(const Args a) { body; }
 
@@ -52,7 +54,7 @@ MATH float exp2_fast(float v) { float e; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"
 // 1 ulp, no slow path
 MATH float reciprocal(float v) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
 // A predicated store. For `if (active)` nvcc may make two copies of a loop, one for lanes that write and one for the
-// others, which a warp would run one after the other.
+// other lanes. A warp would run them one after the other.
 MATH void store_32(int active, void *p, float v) {
     asm volatile("{ .reg .pred w; setp.ne.s32 w, %0, 0; @w st.global.f32 [%1], %2; }" :: "r"(active), "l"(p),
                  "f"(v) : "memory");
@@ -74,8 +76,8 @@ MATH int64_t wide_product(int a, int b) {
 }
 // Hides a number's origin from nvcc, which otherwise computes dependent values early and keeps them in registers.
 MATH int opaque(int n) { asm volatile("" : "+r"(n)); return n; }
-// An asynchronous copy from global to shared memory: copy_begin starts it, copy_group closes a group of all copies
-// since the last group, copy_wait waits for the lane's own groups; other lanes see the data after a barrier.
+// Asynchronous copies from global to shared memory. copy_begin starts a copy, copy_group closes a group of all copies
+// since the last group, and copy_wait waits for the lane's own groups. Other lanes see the data after a barrier.
 template <int BYTES> MATH void copy_begin(void *shared, const void *global) {
     const uint32_t to = (uint32_t)__cvta_generic_to_shared(shared);
     if constexpr (BYTES == 16)
@@ -83,7 +85,7 @@ template <int BYTES> MATH void copy_begin(void *shared, const void *global) {
     else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(to), "l"(global), "n"(BYTES) : "memory");
 }
 MATH void copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// except the last LEFT groups
+// waits for all groups except the last LEFT
 template <int LEFT> MATH void copy_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
 // A select that stays a select. nvcc may turn `if_ ? a : b` into branches, and then guards every shuffle against
 // divergence.
@@ -120,7 +122,7 @@ MATH float to_float(Ahead<float> v) { return __uint_as_float(v.bits); }
 MATH float to_float(Ahead<bf16> v) { return __uint_as_float(v.bits << 16); }
 MATH float to_float(Ahead<fp16> v) { return widen_fp16((uint16_t)v.bits); }
 
-// the bits of v as the type of the second argument
+// the bits of v, rounded to the second argument's type
 MATH uint32_t rounded(float v, float) { return __float_as_uint(v); }
 MATH uint32_t rounded(float v, bf16) { return round_to_bf16(v); }
 MATH uint32_t rounded(float v, fp16) { return round_to_fp16(v); }
@@ -139,12 +141,12 @@ template <bool SOME, class E> MATH void write(bool active, E *p, float v) {     
 MATH float twice_less(float a, float b) { return __fmaf_rn(2.0f, a, -b); }
 MATH float exp_clamped(float v) { return exp2_fast(minimum(v, 88.0f) * LOG2E); }
 MATH float exp_or_inf(float v) { return exp2_fast(v * LOG2E); }          // for uses where 1 / (1 + inf) = 0 is right
-// e^-(v + bias), or inf. One fma, so v + bias is off by 2^-24 of the bias if the two cancel.
+// e^-(v + bias), or inf. It takes one fma, so if v and bias cancel, their sum is off by 2^-24 of the bias.
 MATH float exp_minus(float v, float bias) { return exp2_fast(__fmaf_rn(v, -LOG2E, -LOG2E * bias)); }
 MATH float exp2_clamped(float v) { return exp2_fast(v); }                // 0 below 2^-126
 MATH float select_positive(float v, float a, float b) { return v > 0.0f ? a : b; }
 
-// Step t of a row: strides are in bytes and fit 32 bits, which kernels/build.py ensures.
+// Step t of a row. The stride is in bytes and fits 32 bits, as kernels/launch.py ensures.
 template <class E> MATH const E *step_at(const E *row, int t, int stride) {
     return (const E *)((const char *)row + wide_product(t, stride));
 }
@@ -153,7 +155,7 @@ template <class E> MATH E *step_at(E *row, int t, int stride) { return (E *)((ch
 #else
 
 // ------------------------------------------------------------------------------------------------------ CPU vectors
-// One lane is one channel: nothing crosses lanes except the sums over channels for dk and dq.
+// One lane is one channel: in the scan, only the sums over channels for dk and dq cross lanes.
 
 #include <stdlib.h>
 #include <initializer_list>
@@ -175,7 +177,7 @@ struct bf16 { uint16_t bits; };
 #if defined(__clang__)
 #define UNROLL _Pragma("unroll")
 #else
-#define UNROLL _Pragma("GCC unroll 16")               // early enough to keep arrays of vectors in registers
+#define UNROLL _Pragma("GCC unroll 16")               // unrolls early enough to keep arrays of vectors in registers
 #endif
 
 MATH vec splat(float a) { return a - (vec){}; }
@@ -189,11 +191,11 @@ MATH hvec narrow(vec v) {                                              // round 
     return __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0u), hvec);
 }
 
-// v as the type of the second argument holds it
+// v, rounded to the second argument's type
 MATH vec rounded(vec v, float) { return v; }
 MATH vec rounded(vec v, bf16) { return widen(narrow(v)); }
 
-// n < LANES at the tail of D: lanes beyond it are read as 0 and never written.
+// At the tail of D, n < LANES: the other lanes are read as 0 and never written.
 MATH vec load(const float *p) { vec v; memcpy(&v, p, sizeof v); return v; }
 MATH vec load(const bf16 *p) { hvec v; memcpy(&v, p, sizeof v); return widen(v); }
 MATH void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
@@ -254,7 +256,7 @@ MATH vec exp2_clamped(vec v) {
     return p * (vec)(((ivec)shifted << 23) + (127 << 23));
 }
 
-// 64-byte aligned scratch memory of one task; `need` floats each.
+// Scratch memory of one task, for `floats` floats. `take` returns pieces that are aligned to 64 bytes.
 struct Scratch {
     char *base; size_t used, size;
     Scratch(size_t floats) : used(0), size(floats * 4 + 64 * 16) {
@@ -268,8 +270,8 @@ struct Scratch {
     }
 };
 
-// Each task owns its outputs, and shared sums are taken in a fixed order, so that two runs agree to the bit.
-// run(batch row, split, first group, last group)
+// Each task owns its outputs, and shared sums are taken in a fixed order, so two runs agree to the bit.
+// Calls run(batch row, split, first group, the group after the last).
 template <class A, class F> static void for_tasks(const A &a, F run) {
     const int64_t groups = ceil_div(a.D, LANES), tasks = a.B * a.splits;
     #pragma omp parallel for schedule(dynamic, 1) num_threads((int)a.threads)

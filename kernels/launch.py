@@ -1,4 +1,4 @@
-"""Calls the native kernels: their shapes on a GPU, their arguments, their launch."""
+"""Calls the native kernels: chooses their shapes on a GPU, fills in their arguments and launches them."""
 
 import ctypes
 import functools
@@ -8,21 +8,21 @@ import torch
 from common.torch_private import raw_stream
 from kernels import build, cuda
 
-SUB = 4  # steps whose states the CUDA backward keeps in registers; SUB of longhorn_scan.cu
+SUB = 4  # steps whose states the CUDA backward keeps in registers; SUB in longhorn_scan.cu
 SEGMENT = 128  # the shortest segment that T is split into on a GPU, in steps
-SPLIT_BELOW = 0.6, 1.0  # T is split up to this many blocks per multiprocessor of a GPU: forward, backward
+SPLIT_BELOW = 0.6, 1.0  # T is split if a GPU has at most this many blocks per multiprocessor: forward, backward
 SUM_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # the enums of lanes.h and sums.cu
 UPDATES = ("longhorn", "exact", "mamba")  # the enum of longhorn_scan.cu
-# (P, L) that `cuda_shape` chooses from: L lanes share two channels and hold P states of each
+# (P, L) that `cuda_shape` chooses from: L lanes share two channels, and each lane holds P states of both
 CUDA_SHAPES = [(P, L) for L in (2, 4, 8, 16, 32) for P in (4, 8)]
-# Kernels with a variant for whole chunks and blocks -> the rows that it fetches ahead.
+# Kernels with a variant for whole chunks and blocks: the rows that the variant fetches ahead.
 FETCHED = {"forward_kernel": ("x", "dt", "z"), "backward_kernel": ("x", "dt", "z", "dy")}
-FETCHED_BYTES = 2048  # of shared memory that a backward of 16 bits takes for them, at most
+FETCHED_BYTES = 2048  # the most shared memory that these rows take in a 16-bit backward
 
 
 def backward_bytes(update, P, L):
-    """Shared memory of the block that needs the most, the backward that fetches no rows ahead: BackwardShared in
-    longhorn_scan.cu."""
+    """Bytes of shared memory of the largest block, the backward that fetches no rows ahead (BackwardShared in
+    longhorn_scan.cu)."""
     keys = 2 * build.CHUNK * P * L + build.CHUNK  # k, q, |k|^2
     per_lane = build.CHUNK // SUB * 2 * P + SUB + (2 * P if update == "mamba" else 1)  # states, gated, rates
     sums = build.CUDA_THREADS // 32 * SUB * (2 * P * L + 1)  # dk, dq, d|k|^2
@@ -30,21 +30,26 @@ def backward_bytes(update, P, L):
 
 
 def blocks_at_once(update, shape, shared):
-    """The backward blocks that fit a multiprocessor with `shared` bytes of shared memory; 0: none can be launched."""
+    """How many backward blocks fit a multiprocessor with `shared` bytes of shared memory; 0: none can be launched."""
     return shared // (backward_bytes(update, *shape) + cuda.RESERVED)
 
 
 @functools.cache
 def cuda_shape(update, B, T, D, N, multiprocessors, shared, may_split=True, backward=True):
-    """(P, L), one of CUDA_SHAPES: L lanes share two channels, and each holds P states of both (P * L is N, padded to a
-    power of two >= 8).
+    """Choose (P, L) from CUDA_SHAPES: L lanes share two channels, and each lane holds P states of both. P * L is N,
+    padded to a power of two >= 8.
 
-    shared: bytes of shared memory per multiprocessor. Eight states per lane take the least work. Four are chosen if two
-    blocks, or one that fetches rows ahead, fit a multiprocessor only with four, or if multiprocessors would be idle
-    even with T split into segments. A forward that does not split T (`cuda_segments`) also takes four if eight give one
-    block per multiprocessor or less: a warp's step is then predicted to take 62 instructions instead of 100. It keeps
-    the same states. No GPU has confirmed this rule, nor that two blocks per multiprocessor are enough. Raises
-    ValueError if no block fits.
+    shared: bytes of shared memory per multiprocessor. Eight states per lane take the least work. Four are chosen in
+    three cases:
+
+    - Only with four do two blocks, or one block that fetches rows ahead, fit a multiprocessor.
+    - With eight, multiprocessors would be idle even with T split into segments.
+    - A forward that does not split T (`cuda_segments`) would have at most one block per multiprocessor with eight. With
+      four, a warp's step is predicted to take 62 instructions instead of 100. The states kept for the backward are the
+      same.
+
+    No GPU has confirmed the third rule, nor that two blocks per multiprocessor are enough. Raises ValueError if no
+    block fits.
     """
     states = max(8, 1 << (N - 1).bit_length())
     launched = [shape for shape in CUDA_SHAPES if blocks_at_once(update, shape, shared)]
@@ -67,13 +72,13 @@ def cuda_shape(update, B, T, D, N, multiprocessors, shared, may_split=True, back
 
 
 def cuda_segments(update, dtype, shape, blocks, T, multiprocessors, shared, backward=True):
-    """The number of segments, of at least SEGMENT steps, to split T into; a kernel has `blocks` blocks per segment.
+    """Return how many segments, of at least SEGMENT steps, to split T into. blocks: a kernel's blocks per segment.
 
     With more than SPLIT_BELOW blocks per multiprocessor T stays whole. Otherwise blocks would wait for memory, so T is
-    split into as many blocks as the backward can run at once: registers suffice for three in 16 bits, else two. Joining
-    the segments costs the forward about as much again, the backward a quarter of that, for any number of segments. So
-    the forward is split later. On an H200, 8 x 4096 tokens of 1536 channels, 0.73 blocks per multiprocessor, took it
-    0.38 ms whole and 0.45 split; the backward took 2.06 and 1.22.
+    split into as many blocks as the backward can run at once. Registers suffice for three blocks in 16 bits, else for
+    two. Joining the segments costs the forward about as much again, and the backward a quarter of that, for any number
+    of segments. So the forward has the lower limit. On an H200, with 8 x 4096 tokens of 1536 channels (0.73 blocks per
+    multiprocessor), the forward took 0.38 ms whole and 0.45 split; the backward took 2.06 and 1.22.
     """
     if blocks > cuda.tuning("SPLIT_BELOW", SPLIT_BELOW[backward]) * multiprocessors:
         return 1
@@ -83,7 +88,7 @@ def cuda_segments(update, dtype, shape, blocks, T, multiprocessors, shared, back
 
 
 def segment_sizes(T, segments):
-    """Whole chunks per segment, the last one shorter; rounding may leave fewer segments."""
+    """Split T into segments of whole chunks, the last one shorter. Rounding may leave fewer segments."""
     segment_T = -(-T // (segments * build.CHUNK)) * build.CHUNK
     return {"segments": -(-T // segment_T), "segment_T": segment_T}
 
@@ -91,10 +96,10 @@ def segment_sizes(T, segments):
 class Kernels:
     """The library and argument struct for one call on x (B, T, D); the kernels read and write `dtype`.
 
-    update: the scan's, one of UPDATES; None: the convolution. rows: the number of packed sequences; None: x's B.
-    gated: the scan has z; without it T is not split. backward: the call is the scan's backward.
-    With `reversed` set, rows and steps run from last to first in all tensors (B, T, ...) that are read by strides and
-    in OUT; tensors without T, or (.., B, T, N), stay in the order in which the kernels run.
+    update: the scan's update, one of UPDATES; None: the convolution. rows: the number of packed sequences; None: x's B.
+    gated: the scan has z; without z, T is not split. backward: the call is the scan's backward.
+    With `reversed` set, the kernels walk rows and steps from last to first. This holds for all tensors (B, T, ...) that
+    are read by strides, and for OUT. Tensors without T, or (.., B, T, N), stay in the order in which the kernels run.
     """
 
     OUT = ("y", "dx", "ddt", "dz")  # (B, T, D): contiguous, or half of a contiguous tensor
@@ -109,8 +114,9 @@ class Kernels:
     def __call__(self, function, rows, floats, **buffers):
         """Point the struct at tensors and call a library function; absent tensors (None) stay null.
 
-        rows: (B, T, C) each, read in `dtype` with their strides, copied only if the last dimension is not contiguous or
-        the rows of segments are not aligned. floats: read as contiguous float32. buffers: passed unchanged.
+        rows: tensors (B, T, C), read in `dtype` with their strides. They are copied only if the last dimension is not
+        contiguous, a stride is too large or rows are not aligned. floats: read as contiguous float32. buffers: passed
+        unchanged.
         """
         args, size = self.args, self.dtype.itemsize
         sign = -1 if self.reversed else 1
@@ -151,8 +157,8 @@ class Kernels:
             module.launch(kernel, blocks, a, stream)
 
     def is_whole(self, rows):
-        """True if the kernels without bounds checks can run: whole chunks and blocks, `rows` present and aligned for
-        16-byte copies, k and q for copies of four numbers."""
+        """True if the kernels without bounds checks can run. They need whole chunks and blocks, all `rows`, aligned for
+        16-byte copies, and k and q aligned for copies of four numbers."""
         a, size = self.args, self.dtype.itemsize
         if a.cu or a.T % build.CHUNK or a.D % self.module.channels or a.N != self.module.states:
             return False
@@ -163,8 +169,8 @@ class Kernels:
         return True
 
     def initial_segment_states(self, rows, floats, function, initial, reverse=0):
-        """The state before each segment of T, (rows, segments, D, N): `function` computes each segment's final state
-        from a zero state, combine_kernel joins them. In reverse: the gradient after each segment."""
+        """Compute the state before each segment of T, (rows, segments, D, N): `function` finds each segment's final
+        state from a zero state, and combine_kernel joins them. With `reverse`, compute the gradient after each."""
         a = self.args
         states, decay = (empty(next(iter(rows.values())), a.B * a.segments, a.D, a.N) for _ in range(2))
         self(function, rows, floats, hT=states, decay=decay)
@@ -186,8 +192,8 @@ def sums_module(device):
 
 
 def sums(parts, dtypes, columns=0):
-    """The sum over P of each of `parts` (P, ...), float32, rounded to its dtype in `dtypes`; None stays None. On a GPU
-    one kernel computes them all. columns: the first part, (P, columns, n), becomes (n, columns)."""
+    """Sum each of `parts`, float32 (P, ...), over P and round it to its dtype in `dtypes`; None stays None. On a GPU
+    one kernel computes all sums. columns: the first part is (P, columns, n), and its sum is (n, columns)."""
     module = sums_module(parts[0].device)
     args, totals, blocks = build.SumsArgs(), [], 0
     for i, (a, dtype) in enumerate(zip(parts, dtypes, strict=True)):
@@ -202,14 +208,14 @@ def sums(parts, dtypes, columns=0):
         point(args.of[i], source=a, to=totals[-1])
         blocks += -(-n // build.BLOCK_SUMS)
     for unused in args.of:
-        unused.first = unused.first if unused.n else blocks  # beyond the last one
+        unused.first = unused.first if unused.n else blocks  # unused entries start after the last block
     if blocks:
         in_stream(parts[0].device, functools.partial(module.launch, "sums_kernel", blocks, args))
     return totals
 
 
 def in_stream(device, launch):
-    """Calls `launch` with the address of PyTorch's current stream on this GPU, and with the GPU as current device."""
+    """Call `launch` with the address of PyTorch's current stream on this GPU, while the GPU is the current device."""
     stream = raw_stream(device.index)
     if device.index == torch.cuda.current_device():
         return launch(stream)
@@ -219,7 +225,8 @@ def in_stream(device, launch):
 
 @functools.lru_cache(1024)
 def _prepare(args_class, shape, dtype, device, update, rows, gated, backward, threads, **sizes):
-    """The attributes of Kernels that depend only on shapes, dtypes and devices; copy `args`. module: None on a CPU."""
+    """The attributes of Kernels that depend only on shapes, dtypes and devices. They are cached, so the caller must
+    copy `args`. `module` is None on a CPU."""
     B, T, D = shape
     if rows is not None:
         B = rows
@@ -243,15 +250,15 @@ def _prepare(args_class, shape, dtype, device, update, rows, gated, backward, th
 
 
 def alignment(update, segments, dtype, module):
-    """The alignment of rows in bytes: what a lane of the convolution reads at once, or what segments fetch at once."""
+    """The alignment that rows need, in bytes: what a lane of the convolution, or a segment, reads at once."""
     if update is None and module is not None:
         return dtype.itemsize * module.channels // module.threads
     return 16 if segments > 1 else 1
 
 
 def _on_gpu(B, T, D, dtype, device, update, rows, gated, backward, sizes):
-    """(module, segments of T or the convolution's tiles, blocks that share a row). Raises ValueError if no block of
-    the kernels fits."""
+    """Return (module, number of segments of T or of the convolution's tiles, blocks that share a row). Raises
+    ValueError if no block of the kernels fits."""
     gpu = torch.cuda.get_device_properties(device)
     segments = 1
     if update is None:
@@ -259,7 +266,7 @@ def _on_gpu(B, T, D, dtype, device, update, rows, gated, backward, sizes):
         module = gpu_module("conv", dtype, (sizes["W"], at_once), device)
         segments = -(-T // build.CONV_TILE)
     else:
-        # joining segments of `exact` would take products of N x N matrices; segments run only as whole chunks
+        # Joining segments of `exact` would take products of N x N matrices. Segments need the kernels for whole chunks.
         may_split = gated and rows is None and update != "exact"
         shared = gpu.shared_memory_per_multiprocessor
         layout = cuda_shape(update, B, T, D, sizes["N"], gpu.multi_processor_count, shared, may_split, backward)
@@ -278,7 +285,7 @@ def kept_states(x, N):
 
 
 def cast(a, dtype=torch.float32):
-    """a in `dtype`; None stays None. Saves the microseconds that Tensor.to takes even if there is nothing to do."""
+    """`a` in `dtype`; None stays None. Tensor.to takes microseconds even if there is nothing to do."""
     return a if a is None or a.dtype == dtype else a.to(dtype)
 
 

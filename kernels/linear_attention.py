@@ -1,4 +1,4 @@
-"""The other families' recurrences: for each a loop over time that defines it, and chunks of matrix products for speed.
+"""The other families' recurrences. Each has a loop over time that defines it, and chunks of matrix products for speed.
 
     gated_linear_attention   S_t = diag(e^{g_t}) S_{t-1} + k_t^T v_t             o_t = q_t S_t               GLA
     retention                S_t = w S_{t-1} + k_t^T v_t                         o_t = q_t S_t               RetNet
@@ -14,8 +14,8 @@
 
 Chunks never divide by a decay: the textbook form (q e^b)(k e^-b)^T overflows as soon as a gate closes. Instead GLA
 halves a chunk recursively, and the later half sees the earlier one through the boundary between them. Both sides carry
-products of factors <= 1, and a very strong decay is an exact zero. For the same reason a decay per head is summed
-between every two tokens of a chunk: the difference of two running sums would cancel.
+products of factors <= 1, and a very strong decay is an exact zero. A decay per head is summed afresh between every two
+tokens of a chunk: the difference of two running sums would cancel.
 
     name        paper       shape         meaning
     q, k        q_t, k_t    (B, T, H, K)  query and key, not scaled here
@@ -45,15 +45,15 @@ from kernels import build, choose, fused, ops
 CHUNK = 64  # steps: the fastest of 16, 32, 64, 128 for retention and the delta rule at width 64
 GLA_CHUNK = 32  # a power of two, for the halving; 16 and 64 take a tenth longer
 CG_STEPS = 30  # conjugate gradient steps in Mesa, as in the paper
-MOST_CG_STEPS = 300  # on a CPU, if the residual is still above RESIDUAL; keys of length 30 take this many
+MOST_CG_STEPS = 300  # limit on a CPU, while the residual is above RESIDUAL; keys of length 30 take this many
 RESIDUAL = 1e-4  # as a fraction of q
-CLOSED = -1e4  # log of a decay that is 0, in any floating point type
+CLOSED = -1e4  # the log of a decay that is 0 in any floating-point type
 NOTHING = -1e38  # the maximum of an empty wkv4 state: e^(NOTHING - anything) is 0, and unlike -inf it makes no NaN
 
 
 def in_full_precision(f):
-    """Call f with float32 tensors (float64 if any is) and with autocast off, which would round matrix products to 8
-    bits; its first result is cast to v's dtype."""
+    """Call f with float32 tensors (float64 if any is), and cast its first result to v's dtype. Autocast is off: it
+    would round matrix products to 8 bits."""
     names = f.__code__.co_varnames[:f.__code__.co_argcount]
 
     @functools.wraps(f)
@@ -80,7 +80,7 @@ def _start(q, v, state):
 
 
 def _factor(log_decay):
-    """The decays (H,), (B, T, H) or (B, T, H, K) as factors of states (B, H, K, V)."""
+    """The decays for log decays (H,), (B, T, H) or (B, T, H, K), shaped to multiply states (B, H, K, V)."""
     decay = log_decay.exp()
     return decay[..., None] if decay.dim() == 4 else decay[..., None, None]
 
@@ -192,8 +192,8 @@ def retention(q, k, v, log_decay, bonus=None, state=None, backend=None):
 
     Args:
         log_decay: log w <= 0, differentiable; -1e-3 and -148 are both fine. (H,): per head, constant in time; or
-            (B, T, H): per head and token, as in Mamba-2 (arXiv 2405.21060), where all heads may share one q and k,
-            (B, T, 1, K). The library then gets a copy of q and k for every head, and says so.
+            (B, T, H): per head and token, as in Mamba-2 (arXiv 2405.21060). With (B, T, H) all heads may share one q
+            and k, (B, T, 1, K). The library then gets a copy of q and k for every head, and a line says so.
         bonus: (H,) or None; only with a constant decay.
         q, k, v, state, backend, result and errors: as for `gated_linear_attention`.
     """
@@ -213,7 +213,7 @@ def delta_rule(q, k, v, beta, state=None, backend=None):
     + beta_t k_t^T v_t, o_t = q_t S_t.
 
     Args:
-        beta: (B, T, H). With beta |k|^2 in [0, 2] the recurrence is stable; outside, the state grows.
+        beta: (B, T, H). The recurrence is stable if beta |k|^2 is in [0, 2]; otherwise the state grows.
         q, k, v, state, backend, result and errors: as for `gated_linear_attention`.
     """
     return _any_delta_rule("delta_rule", q, k, v, beta, None, state, backend)
@@ -249,13 +249,13 @@ def _any_delta_rule(op, q, k, v, beta, log_decay, state, backend):
 
 
 def mesa(q, k, v, beta, log_decay, ridge, state=None, backend=None):
-    """Mesa (arXiv 2506.05233): ridge regression of all values so far on their keys, with older ones weighing less:
+    """Mesa (arXiv 2506.05233): ridge regression of all values so far on their keys; older values weigh less:
     H_t = w_t H_{t-1} + beta_t k_t^T k_t, U_t = w_t U_{t-1} + beta_t k_t^T v_t, o_t = q_t (H_t + diag(ridge))^-1 U_t.
 
-    The chunks solve with CG_STEPS conjugate gradient steps and stop early at rounding error; the gradient is that of
-    the solution and takes as many steps again. The loop solves directly. 30 steps are enough if all but a few
-    eigenvalues of H + diag(ridge) are within a factor of about 100, as with keys of length 1. On a CPU more are taken
-    while the residual is above RESIDUAL; on a GPU, and in flash-linear-attention, never.
+    The loop solves directly. The chunks solve with CG_STEPS conjugate gradient steps. The gradient is that of the exact
+    solution and takes as many steps again. 30 steps are enough if all but a few eigenvalues of H + diag(ridge) are
+    within a factor of about 100, as with keys of length 1. On a CPU the chunks stop early at rounding error, and go on
+    while the residual is above RESIDUAL. A GPU and flash-linear-attention never take more steps.
 
     Args:
         beta: (B, T, H) >= 0; log_decay: (B, T, H) <= 0; ridge: (H, K) > 0, per channel of the keys.
@@ -304,7 +304,8 @@ def wkv4(k, v, decay, bonus, state=None, backend=None):
 
 
 def _run(op, backend, loop, chunks, timed, constants, state, library=None, library_cannot=None):
-    """Run the chosen body. loop and chunks take (*timed, *constants, state); `timed` are tensors (B, T, ...)."""
+    """Run loop, chunks or library, as chosen. loop and chunks take (*timed, *constants, state); `timed` holds tensors
+    (B, T, ...)."""
     v = timed[1]
     packed = ops.documents_of(timed[1]) if state is None else None
     chosen = choose.choose(op, backend, v.device.type, choose.compute_dtype(v), library_cannot=library_cannot)
@@ -312,7 +313,7 @@ def _run(op, backend, loop, chunks, timed, constants, state, library=None, libra
         with ops.documents(None):
             one_document = lambda *rows: _run(op, backend, loop, chunks, rows, constants, None)[0]
             return ops.by_document(one_document, timed, packed), None
-    if packed is not None:  # not with the library's kernels
+    if packed is not None:  # in chunks, never in the library's kernels
         chosen = v.device.type
         if len(timed) > 3:  # a document begins with a closed gate
             gates = torch.zeros_like(timed[3]) if timed[-1] is None else timed[-1]  # shaped as beta (B, T, H) if none
@@ -343,16 +344,17 @@ def _check(op, q, k, v, state, may_share=False, **wanted):
 # -------------------------------------------------------------------------------------------- chunks, in plain PyTorch
 
 def _chunked(a, C):
-    """Chunks (B, n, H, C, K) of a (B, T, H, K), padded with zeros: k = v = 0 and a decay of 1 change nothing."""
+    """Split `a` (B, T, H, K) into chunks (B, n, H, C, K), padded with zeros: k = v = 0 and a decay of 1 change nothing.
+    """
     return F.pad(a, (0, 0, 0, 0, 0, -a.shape[1] % C)).unflatten(1, (-1, C)).transpose(2, 3).contiguous()
 
 
 def _halves(queries, k, g):
-    """Apply a decay per channel within chunks (B, n, H, C, K), C a power of two: ([A], [Q], Key, decay).
+    """Apply a decay per channel within chunks (B, n, H, C, K), C a power of two. Returns ([A], [Q], Key, decay).
 
     For each of `queries`, A (B, n, H, C, C) is its attention to the chunk's keys, and Q is the query times the decays
-    from the chunk's first step up to its own. Key is the key times the decays after its own step, decay (B, n, H, 1, K)
-    the product of all.
+    from the chunk's first step up to its own. Key is the key times the decays after its own step, and decay
+    (B, n, H, 1, K) is the product of all decays.
     """
     # computed for blocks of m steps, with m doubling until a block is the whole chunk
     C = k.shape[3]
@@ -375,8 +377,8 @@ def _halves(queries, k, g):
 
 @in_full_precision
 def _gla(q, k, v, log_decay, state):
-    """All chunks at once, because halving makes many small products. It keeps every level for the backward: 4 times the
-    inputs, as much as retention keeps, and linear in T."""
+    """Compute all chunks at once, because halving makes many small products. The backward needs every level: 4 times
+    the inputs, as much as retention keeps, and linear in T."""
     T = q.shape[1]
     C = min(GLA_CHUNK, 1 << (q.shape[1] - 1).bit_length())
     S = _start(q, v, state)
@@ -402,23 +404,27 @@ def _join(os, S, B):
 
 
 def _decays(g):
-    """Decays from a chunk's log decays (B H, C, 1): from the chunk's start to each step (B H, C, 1); from each column's
-    step to each row's (B H, C, C), 0 if the row is earlier; from each step to the chunk's end (B H, C, 1)."""
+    """Multiply a chunk's decays, from their logs (B H, C, 1). Returns three tensors of products:
+
+        from the chunk's start to each step                          (B H, C, 1)
+        from each column's step to each row's, 0 if that is earlier  (B H, C, C)
+        from each step to the chunk's end                            (B H, C, 1)
+    """
     between = _Between.apply(g)
     return g.cumsum(1).exp(), between, between[:, -1, :, None]
 
 
 class _Between(torch.autograd.Function):
     """exp of the sums of g (B H, C, 1) over the steps after column s up to row t. The gradient of g_r is the sum over
-    all rows from r on minus the sum over all columns from r on: two sums, where autograd would pass over C x C nine
-    times."""
+    all rows from r on minus the sum over all columns from r on. That takes two sums; autograd would pass over C x C
+    nine times."""
 
     @staticmethod
     def forward(ctx, g):
         C = g.shape[1]
         steps = torch.ones(C, C, dtype=torch.bool, device=g.device)
         sums = torch.where(steps.tril(-1), g, 0.0)  # (B H, C, C), row r has g_r left of the diagonal
-        # exp_ would lose the result's gradient, without an error, where PyTorch 2.11 compiles this
+        # not exp_: where PyTorch 2.11 compiles this, exp_ silently loses the result's gradient
         between = sums.cumsum_(1).masked_fill_(~steps.tril(), -torch.inf).exp()
         ctx.save_for_backward(between)
         return between
@@ -432,7 +438,8 @@ class _Between(torch.autograd.Function):
 
 @in_full_precision
 def _gated_retention(q, k, v, log_decay, state):
-    """q and k have G heads, each shared by M heads of values: q k^T is computed once, decays are applied to values."""
+    """q and k have G heads, each shared by M heads of values. q k^T is computed once for all M heads; the decays are
+    applied per head of values."""
     B, _, H, V = v.shape
     G = q.shape[2]
     M = H // G
@@ -452,14 +459,19 @@ def _gated_retention(q, k, v, log_decay, state):
 
 
 def _of_documents(v, state):
-    """Masks for each chunk of v (B, T, H, .), as factors for (B H, n, .) tensors. They are 1 where two tokens share a
-    document (B H, n, n); where a token shares it with the token before the chunk (B H, n, 1), or with the chunk's last
-    (B H, n, 1); and if the whole chunk continues one document (B H, 1, 1). None if documents are not packed."""
+    """Return four masks for each chunk of v (B, T, H, .), as factors for (B H, n, .) tensors. They are None if
+    documents are not packed, else 1 where a document is shared by
+
+        two tokens of the chunk                               (B H, n, n)
+        a token and the token before the chunk                (B H, n, 1)
+        a token and the chunk's last token                    (B H, n, 1)
+        the token before the chunk and the chunk's last token (B H, 1, 1)
+    """
     packed = ops.documents_of(v) if state is None else None
     if packed is None:
         return itertools.repeat((None,) * 4)
     heads = lambda mask: mask.to(v.dtype).repeat_interleave(v.shape[2], 0)
-    chunks = packed.starts.cumsum(1).split(CHUNK, 1)  # number of its document, (B, n) each
+    chunks = packed.starts.cumsum(1).split(CHUNK, 1)  # each token's document number, (B, n) per chunk
     before = [torch.zeros_like(chunks[0][:, :1]), *(c[:, -1:] for c in chunks)]
     return [(heads(c[:, :, None] == c[:, None]), heads((c == b)[..., None]), heads((c == c[:, -1:])[..., None]),
              heads((b == c[:, -1:])[..., None])) for c, b in zip(chunks, before, strict=False)]
@@ -495,8 +507,11 @@ def _retention(q, k, v, log_decay, bonus, state):
 
 @in_full_precision
 def _delta_rule(q, k, v, beta, log_decay, state):
-    """WY form. In a chunk the errors e_t = beta_t (v_t - k_t D_t S_{t-1}), with S_{t-1} = D S + sum_{s<t} D k_s^T e_s
-    and D the decays in between, solve (I + tril(beta k D k^T, -1)) e = beta (v - k D S)."""
+    """WY form: the errors e of a chunk are the solution of a triangular system. D stands for the decays in between:
+
+        e_t = beta_t (v_t - k_t D_t S_{t-1})    S_{t-1} = D S + sum_{s<t} D k_s^T e_s
+        (I + tril(beta k D k^T, -1)) e = beta (v - k D S)
+    """
     B = q.shape[0]
     S = _start(q, v, state).flatten(0, 1)
     os = []
@@ -514,8 +529,13 @@ def _delta_rule(q, k, v, beta, log_decay, state):
 
 
 def _products(q, k, log_decay):
-    """Yields for each chunk: q k^T and k k^T with the decays in between (B H, n, n); q and k times the decays before
-    them, k times the decays after it (B H, n, K); the product of all decays (B H, 1, 1), or None without decays."""
+    """Yields six tensors for each chunk:
+
+        q k^T and k k^T with the decays in between           (B H, n, n)
+        q and k times the decays up to their step            (B H, n, K)
+        k times the decays after its step                    (B H, n, K)
+        the product of all decays, or None without decays    (B H, 1, 1)
+    """
     if log_decay is None:
         for q_c, k_c in _chunks(q, k):
             yield (q_c @ k_c.mT).tril(), k_c @ k_c.mT, q_c, k_c, k_c, None
@@ -526,7 +546,8 @@ def _products(q, k, log_decay):
 
 
 def _products_by_channel(q, k, log_decay, C):
-    """`_products` with a decay per channel: computes all chunks at once, as `_gla` does; the decays are (B H, K, 1)."""
+    """`_products` with a decay per channel. It computes all chunks at once, as `_gla` does. The product of all decays
+    is (B H, K, 1)."""
     q, k, g = (_chunked(a, C) for a in (q, k, log_decay))
     As, Qs, Key, decay = _halves([q, k], k, g)
     yield from zip(*(a.transpose(0, 1).flatten(1, 2).unbind(0) for a in (*As, *Qs, Key, decay.mT)), strict=True)
@@ -554,7 +575,7 @@ def _mesa(q, k, v, beta, log_decay, ridge, state):
 
 def _times(x, k, weight, before, H, ridge):
     """(H_t + diag(ridge)) x_t for the steps of a chunk, x (B H, n, K), using only the H at the chunk's start."""
-    return torch.baddbmm((x * before) @ H.mT, x @ k.mT * weight, k) + ridge * x  # H.mT: the loop's gradient of H
+    return torch.baddbmm((x * before) @ H.mT, x @ k.mT * weight, k) + ridge * x  # H.mT: H's gradient is the loop's
 
 
 def _solve(b, *matrix):
@@ -564,9 +585,9 @@ def _solve(b, *matrix):
 
 
 def _conjugate_gradients(b, *matrix):
-    """Solve _times(x, *matrix) = b for x, each token by itself, in CG_STEPS steps. On a CPU the residual decides
-    whether it takes fewer or more."""
-    tiny, on_cpu = torch.finfo(b.dtype).tiny, b.device.type == "cpu"  # checking it takes a GPU longer than the steps
+    """Solve _times(x, *matrix) = b for x in CG_STEPS steps, each token by itself. On a CPU the residual may shorten or
+    lengthen this."""
+    tiny, on_cpu = torch.finfo(b.dtype).tiny, b.device.type == "cpu"  # on a GPU a check takes longer than the steps
     x = torch.zeros_like(b)
     r = b
     p = b
@@ -593,8 +614,7 @@ _solve_op.register_fake(lambda b, *matrix: torch.empty_like(b, memory_format=tor
 
 
 class _Solution(torch.autograd.Function):
-    """Returns the solution x of x M = q, with the gradient of M^-1 through the residual left = q - x M, as if the
-    result were x + left M^-1; left itself is about 0."""
+    """Returns the solution x of x M = q, with the gradient of x + left M^-1. left is the residual q - x M, about 0."""
 
     @staticmethod
     def forward(ctx, left, x, *matrix):
@@ -610,9 +630,9 @@ class _Solution(torch.autograd.Function):
 
 @in_full_precision
 def _wkv4(k, v, decay, bonus, state):
-    """About sqrt(T) chunks of sqrt(T) steps: each step runs in all chunks at once, then the chunks are joined. The
+    """Use about sqrt(T) chunks of sqrt(T) steps: each step runs in all chunks at once, then the chunks are joined. The
     running maximum comes first, without gradients; given the maximum, num and den are linear. Where a document begins,
-    the maximum so far is set to NOTHING, so that earlier tokens weigh nothing."""
+    the maximum so far is set to NOTHING, so earlier tokens weigh nothing."""
     T = k.shape[1]
     C = 1 << k.shape[1].bit_length() // 2
     packed = ops.documents_of(v) if state is None else None
@@ -697,7 +717,7 @@ def _fused_retention(q, k, v, log_decay, bonus, state):
     if q.shape[2] < v.shape[2]:
         _say_that_heads_are_copied()
     g = log_decay.float()
-    # the library has no gradient for a constant decay: a learned one is passed per step
+    # the library has no gradient for a constant decay, so a learned decay is passed per step
     by_step = g.dim() == 3 or g.requires_grad and torch.is_grad_enabled()
     rest = {"g": g.expand(*v.shape[:3])} if by_step else {"g_gamma": g}
     q, k = (a.expand(-1, -1, v.shape[2], -1) for a in (q, k))

@@ -2,8 +2,8 @@
 //
 //   log p = logits[target] - log sum_v exp(logits[v])      d logits[v] = exp(logits[v]) / sum - (v == target)
 //
-// A block takes a row. Its lanes read the row once, 16 bytes at a time, and keep it in shared memory until the sum is
-// known; a row that is too long for that is read again. So a 16-bit logit costs four bytes of traffic, or six.
+// A block handles a row. Its lanes read the row once, 16 bytes at a time, and keep it in shared memory until the sum is
+// known. A row too long for shared memory is read twice. So a 16-bit logit costs four bytes of traffic, or six.
 // The order of sums depends on V and THREADS alone, so two runs agree to the bit. To check a change:
 // python -m pytest tests/test_cuda.py tests/test_ptx.py -k loss
 
@@ -17,7 +17,7 @@ struct LossArgs {
     int64_t V, stride, train;                          // train: overwrite the logits with the gradient
     void *logits;                                      // (n, V) of LOSS_TYPE: row r begins at r * stride
     const int64_t *targets;                            // (n,)
-    float *log_p;                                      // (n,): the target's logit, and then its log-probability
+    float *log_p;                                      // (n,): the target's logit; afterwards its log-probability
 };
 
 #ifndef LONGHORN_SHIM
@@ -28,7 +28,7 @@ MATH float log2_fast(float v) { float l; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"
 #define SUMS 256                                       // bytes for the sums of up to 32 warps
 #define LN2 0.693147181f
 
-// N numbers at an aligned address, which a lane reads at once; whole registers, as in Ahead.
+// N numbers at an aligned address, which a lane reads at once into whole registers, as in Ahead.
 template <class E> struct alignas(16) Piece {
     static constexpr int N = 16 / sizeof(E);
     uint32_t words[4];
@@ -42,12 +42,12 @@ template <class E> struct alignas(16) Piece {
     }
 };
 
-// A row as pieces. Where it begins or ends within a piece, the piece holds numbers of its neighbours too.
+// A row as pieces. If the row begins or ends within a piece, that piece also holds numbers of a neighbouring row.
 template <class E> struct LossRow {
     static constexpr int N = Piece<E>::N;
     E *logits;
     Piece<E> *pieces;
-    int V, lead, first, end, last;                     // lead: neighbour's numbers; whole pieces: first .. end
+    int V, lead, first, end, last;                     // lead: the previous row's numbers; whole pieces: first .. end
     __device__ __forceinline__ LossRow(const LossArgs &a) {
         logits = (E *)a.logits + blockIdx.x * a.stride;
         V = (int)a.V;
@@ -57,7 +57,7 @@ template <class E> struct LossRow {
         end = (lead + V) / N;
         last = (lead + V - 1) / N;
     }
-    // The piece that this lane has at an edge of the row, or -1.
+    // The partial piece at an edge of the row if this lane handles it, else -1.
     __device__ __forceinline__ int edge() const {
         if (threadIdx.x == 0 && first) return 0;
         return threadIdx.x == 1 && last >= end && last >= first ? last : -1;
@@ -78,7 +78,7 @@ template <class E> struct LossRow {
             if (v >= 0 && v < V) set(logits + v, piece[i]);
         }
     }
-    // f(p, piece p of `from`) for the lane's whole pieces, AT_ONCE of which are read before the first is used.
+    // Calls f(p, piece p of `from`) for the lane's whole pieces; it reads AT_ONCE pieces before it uses the first.
     template <class F> __device__ __forceinline__ void for_pieces(const Piece<E> *from, F f) const {
         #pragma unroll 1
         for (int p = first + threadIdx.x; p < end; p += AT_ONCE * THREADS) {
@@ -93,8 +93,8 @@ template <class E> struct LossRow {
     }
 };
 
-// sum: of 2^(LOG2E (x - top)) over the numbers x so far; top: the largest of them, finite from the start, because
-// -inf - -inf is NaN.
+// top: the largest number so far, finite from the start, because -inf - -inf is NaN. sum: the sum of
+// 2^(LOG2E (x - top)) over the numbers x so far.
 struct LogSum {
     float top = -1e38f, sum = 0.0f;
     template <class E> __device__ __forceinline__ void add(const Piece<E> &piece) {
@@ -105,7 +105,7 @@ struct LogSum {
         #pragma unroll
         for (int i = 0; i < Piece<E>::N; i++) sum += exp2_fast((piece[i] - top) * LOG2E);
     }
-    // Over the lanes of a warp; all of them get the same numbers.
+    // Joins the lanes of a warp; all lanes get the same numbers.
     __device__ __forceinline__ void over_lanes() {
         const float before = top;
         #pragma unroll
@@ -116,7 +116,7 @@ struct LogSum {
     }
 };
 
-// Taking the distance from the top first costs a large logit no digits.
+// Subtracting top first keeps all digits of a large logit.
 template <class E> MATH Piece<E> gradient(const Piece<E> &logits, float top, float log2_sum) {
     Piece<E> piece;
     #pragma unroll

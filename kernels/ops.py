@@ -6,8 +6,8 @@
     linear_cross_entropy     mean of -log softmax(x W^T)[target]              head and loss in one operator
 
 The first two have CPU kernels in conv_norm.cu, because eager PyTorch transposes for the convolution and passes over
-memory seventeen times for the norm; the convolution also has a GPU kernel. The loss uses PyTorch's operators in an
-order that needs a sixth of the memory; on a GPU it is one kernel, of loss.cu. Code that all operators share is here
+memory seventeen times for the norm. The convolution also has a GPU kernel. The loss uses PyTorch's operators in an
+order that needs a sixth of the memory; on a GPU it is one kernel, in loss.cu. Code that all operators share is here
 too: checks, documents, loops in pieces.
 
     python -m pytest tests/test_conformance.py tests/test_ops.py
@@ -26,9 +26,9 @@ from common import torch_private
 from kernels import build, choose, cuda, fused, launch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-PIECE = 64  # steps of a loop over time between the states from which the backward recomputes
+PIECE = 64  # a loop over time keeps a state every PIECE steps, from which the backward recomputes
 WINDOW_QUERIES = 64  # attention with a window processes at least this many queries at a time
-# Where PyTorch's kernels compute the loss: in float32 this many fit in a CPU core's cache; on a GPU they take 2 GB.
+# Where PyTorch's kernels compute the loss. In float32 so many fit in a CPU core's cache; on a GPU they take 2 GB.
 LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**28}
 LOSS_SUMS = 256  # bytes of shared memory that the loss kernel needs besides a row; SUMS of loss.cu
 
@@ -44,9 +44,9 @@ def check_tensor(op, name, a, floats=True):
 
 
 def check_shapes(op, beside, device, wanted, optional=()):
-    """Raises ValueError for anything but a floating-point tensor of the wanted shape on this device. wanted: {name:
-    (tensor, shape)}; tensors named in `optional` may be None. beside: the shapes that determine `wanted`, for the
-    message."""
+    """Raises ValueError unless every tensor is floating point, has its wanted shape and is on this device. wanted:
+    {name: (tensor, shape)}; tensors named in `optional` may be None. beside: the shapes that determine `wanted`, for
+    the message."""
     for name, (a, shape) in wanted.items():
         if a is None and name in optional:
             continue
@@ -59,7 +59,7 @@ def check_shapes(op, beside, device, wanted, optional=()):
 
 @torch_private.not_compiled  # unrolled over time, its graph would have thousands of nodes per layer
 def in_pieces(loop, timed, state):
-    """loop(*timed, state) -> (y, final state), in pieces of PIECE steps; the backward recomputes one piece at a time.
+    """Run loop(*timed, state) -> (y, final state) in pieces of PIECE steps. The backward recomputes a piece at a time.
 
     timed: tensors (B, T, ...) or None. Only the inputs and the states between pieces are kept for the backward.
     """
@@ -96,9 +96,9 @@ _documents = None
 
 
 class documents:
-    """In this context every operator called without a state starts from an empty state where starts (B, T) is True;
-    None: it reads rows straight through. Mixers need no code for it. The backward needs no context, unless it
-    recomputes the forward (`same_documents`), each time it is called."""
+    """In this context every operator called without a state starts from an empty state where starts (B, T) is True. If
+    starts is None, it reads rows straight through. Mixers need no code for it. A backward needs this context only if it
+    recomputes the forward (`same_documents`)."""
 
     def __init__(self, starts):
         self.documents = None if starts is None else Documents(starts)
@@ -113,14 +113,14 @@ class documents:
 
 
 def same_documents():
-    """The contexts for a forward and its recomputation, as torch.utils.checkpoint's context_fn."""
+    """A context_fn for torch.utils.checkpoint: returns the contexts for a forward and for its recomputation."""
     return contextlib.nullcontext(), documents(None if _documents is None else _documents.starts)
 
 
 def documents_of(x):
     """The Documents of x (B, T, ...), or None. Raises ValueError if x and the documents differ in (B, T)."""
     if _documents is not None and x.shape[:2] != _documents.starts.shape:
-        raise ValueError(f"documents are of rows {tuple(_documents.starts.shape)}, but an operator got rows "
+        raise ValueError(f"the documents have rows {tuple(_documents.starts.shape)}, but an operator got rows "
                          f"{tuple(x.shape[:2])}: use --documents=join")
     return _documents
 
@@ -138,16 +138,20 @@ def by_document(f, tensors, packed):
 def differentiable(name, forward, backward, fake, tensors, results=1, half=None, twice=False):
     """Register `forward` as the custom op longhorn::name, differentiable once, through `backward`.
 
-    tensors: how many of forward's arguments, from the first on, have gradients; absent ones are None. results: the same
-    for its results; those after them, which may be None, are kept for the backward. backward(*gradients of results,
-    *forward's arguments, *kept) returns a gradient shaped like each of the tensors, None for absent ones. half: the
-    index of a tensor that may be one of `halves`; backward then takes a last argument, `into`: None, or the memory for
-    that gradient, which is then not returned. twice: the one result may be used `again`; backward then takes a second
-    gradient of it, or None. fake: forward for shapes only.
+    Args:
+        tensors: the number of forward's first arguments that have gradients; absent tensors are None.
+        results: the number of forward's first results that have gradients. The other results, which may be None, are
+            kept for the backward.
+        backward: backward(*gradients of results, *forward's arguments, *kept) returns a gradient shaped like each of
+            the tensors, None for absent tensors.
+        half: the index of a tensor that may be one of `halves`. backward then takes a last argument, `into`: None, or
+            the memory for that tensor's gradient, which is then not returned.
+        twice: the one result may be used `again`; backward then takes a second gradient of it, or None.
+        fake: forward for shapes only.
 
-    Returns the function to call. In plain eager mode it calls both bodies from an autograd.Function: the dispatcher
-    makes a call take about half as long again. A compiled graph holds name_forward and name_backward, which have no
-    gradients of their own: torch.library would ask in Python in each call whether they are wanted.
+    Returns the function to call. In plain eager mode it calls forward and backward from an autograd.Function, because
+    the dispatcher makes a call take about half as long again. A compiled graph holds name_forward and name_backward,
+    without gradients of their own: torch.library would check in Python in each call whether gradients are wanted.
     """
     names = results + twice
     fake_backward = lambda *args: fake_gradients(args[names:names + tensors], half, args[0], args[-1])
@@ -155,7 +159,7 @@ def differentiable(name, forward, backward, fake, tensors, results=1, half=None,
     run_backward = body_or_op(f"longhorn::{name}_backward", backward, fake_backward)
 
     class Gradient(torch.autograd.Function):
-        """The backward, refusing to be differentiated itself."""
+        """The backward, which refuses to be differentiated itself."""
 
         @staticmethod
         def forward(ctx, *args):
@@ -192,7 +196,7 @@ def differentiable(name, forward, backward, fake, tensors, results=1, half=None,
             return *gradients, *[None] * (n - tensors)
 
     def named(apply):
-        """`apply`, whose second result is kept in the first, for `again`."""
+        """`apply`, with its second result stored in the first, for `again`."""
         def run(*args):
             output, second = apply(*args)
             output.second_name = second
@@ -212,7 +216,7 @@ def differentiable(name, forward, backward, fake, tensors, results=1, half=None,
 
 
 def memory_of(tensors, half):
-    """The last argument of a backward, if it takes one: see `half` in `differentiable`."""
+    """(into,) for a backward that takes that argument, else (): see `half` in `differentiable`."""
     return () if half is None else (half_of_gradient(tensors[half]),)
 
 
@@ -236,7 +240,7 @@ def custom_op(qualname, body, run, key="default"):
 
 
 def body_or_op(qualname, body, fake):
-    """A function that calls `body` in plain eager mode, otherwise a custom op that does, without a gradient."""
+    """Return a function that calls `body` in plain eager mode, and otherwise a custom op of it, without a gradient."""
     op = custom_op(qualname, body, lambda *args: tensors_only(args[0], body(*args)))
     torch.library.register_fake(qualname, fake)
     return lambda *args: (body if is_plain(args[0]) else op)(*args)
@@ -257,8 +261,8 @@ def tensors_only(like, tensors):
 # --------------------------------------------------------------- gradients of two halves, and of a result used again
 
 def halves(both: Tensor) -> tuple[Tensor, Tensor]:
-    """both.chunk(2, -1), without a copy in the backward if the halves go straight into operators: these write their
-    gradients to one buffer, which becomes the gradient of `both`."""
+    """both.chunk(2, -1), without a copy in the backward if the halves go straight into operators. The operators write
+    their gradients to one buffer, which becomes the gradient of `both`."""
     if not torch.is_grad_enabled() or torch_private.transformed():
         return both.chunk(2, -1)
     return (_Halves.apply if is_plain(both) else _halves_op)(both)
@@ -282,10 +286,10 @@ _halves_op = custom_op("longhorn::halves", halves, _Halves.apply, "CompositeImpl
 
 
 def half_of_gradient(a):
-    """The memory for the gradient of `a` (a tensor or None) if it is one of `halves`: half of a buffer, handed out only
-    once, so that nobody else writes there. None: the caller has to allocate it."""
+    """The memory for the gradient of `a` (a tensor or None), if `a` is one of `halves`: half of a buffer. It is handed
+    out only once, so nobody else writes there. None: the caller has to allocate the gradient."""
     node = getattr(a, "grad_fn", None)
-    # kernels compute float16 on a CPU in float32
+    # on a CPU the kernels compute float16 in float32
     if torch.is_grad_enabled() or not hasattr(node, "halves_buffer") or (a.dtype, a.is_cpu) == (torch.float16, True):
         return None
     if node.halves_buffer is None:
@@ -296,15 +300,15 @@ def half_of_gradient(a):
 
 
 def again(x: Tensor) -> Tensor:
-    """x, for its second use. Autograd adds the gradients of two uses in a kernel of its own. If x comes straight out of
-    a convolution, the gradient of again(x) reaches the convolution's backward apart from that of x, and the backward
-    adds the two as it reads them; a hook on x then sees only that of x."""
+    """Return x for its second use. Autograd would add the gradients of the two uses in an extra kernel. If x comes
+    straight out of a convolution, the two gradients reach the convolution's backward separately, which adds them as it
+    reads them. A hook on x then sees only the gradient of the first use."""
     return (_second_name if is_plain(x) else _again_op)(x)
 
 
 def _second_name(x):
     second = getattr(x, "second_name", x)
-    return second if second.grad_fn is x.grad_fn else x  # another one: x was changed in place
+    return second if second.grad_fn is x.grad_fn else x  # different: x was changed in place
 
 
 _again_op = custom_op("longhorn::again", again, _second_name, "CompositeImplicitAutograd")
@@ -329,12 +333,12 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, reverse=False, ba
             2 to 4, or D or a stride is not a multiple of 8. On a GPU, call it once before capturing a CUDA graph.
 
     Returns:
-        y (B, T, D) in x's dtype, differentiable once. `conv_state(x, state, W)` is the state after it.
+        y (B, T, D) in x's dtype, differentiable once. `conv_state(x, state, W)` is the state after the last step.
     """
     _check_conv(x, weight, bias, state)
     x = x.to(choose.compute_dtype(x))
     W = weight.shape[1]
-    if backend == "fused":  # looked at only here: to torch.compile a stride may not be a number
+    if backend == "fused":  # checked only here: under torch.compile a stride may not be a number
         in_eights = all(n % 8 == 0 for n in (x.shape[2], *x.stride()[:2]))
         if state is not None or not 2 <= W <= 4 or not in_eights:
             backend = None
@@ -385,7 +389,7 @@ def _conv_torch(x, weight, bias, state, silu):
     padded = torch.cat([x.new_zeros(B, W - 1, D) if state is None else state.to(x.dtype), x], 1)
     bias = None if bias is None else bias.to(x.dtype)
     y = F.conv1d(padded.transpose(1, 2), weight[:, None].to(x.dtype), bias, groups=D)
-    y = y.transpose(1, 2).contiguous()  # read by the scan's forward and backward
+    y = y.transpose(1, 2).contiguous()  # for the scan, which reads it forward and backward
     return F.silu(y) if silu else y
 
 
@@ -398,7 +402,7 @@ def _conv_fused(x, weight, bias, silu):
 def conv_state(x, state, W):
     """The state for the next call: the last W - 1 inputs (B, W - 1, D) of `state` (or zeros) followed by x (B, T, D).
 
-    A copy, so that keeping the state does not keep all of x alive.
+    It is a copy, so keeping the state does not keep all of x alive.
     """
     if x.shape[1] >= W - 1:
         return x[:, x.shape[1] - W + 1:].clone()
@@ -422,8 +426,8 @@ def _conv_fake(x, weight, bias, state, silu, reverse):
 def _conv_backward(dy: Tensor, dy_again: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
                    state: Tensor | None, silu: bool, reverse: bool,
                    into: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias, dstate) for the gradient dy + dy_again; dbias and dstate are None without a bias or state,
-    dx if written to `into`."""
+    """(dx, dweight, dbias, dstate) for the gradient dy + dy_again. dbias and dstate are None without a bias or state;
+    dx is None if it was written to `into`."""
     (B, T, D), W = x.shape, weight.shape[1]
     kernels = launch.Kernels(build.ConvArgs, x, W=W, silu=int(silu))
     kernels.reversed, rows, state = reverse, B * kernels.segments, flip(state, reverse, 0)
@@ -450,8 +454,8 @@ def rms_norm(x, weight, eps=1e-5, backend=None):
     The native kernel takes float32 and bfloat16 on a CPU; everything else runs PyTorch's F.rms_norm.
 
     Args: x (..., D); weight (D,).
-    Returns: (..., D) in x's dtype, differentiable once; under autocast in autocast's dtype (float64 stays), since the
-    linear map that follows would cast it anyway.
+    Returns: (..., D) in x's dtype, differentiable once. Under autocast it has autocast's dtype (float64 stays), because
+    the linear map that follows would cast it anyway.
     """
     check_tensor("rms_norm", "x", x)
     if x.dim() < 1 or x.shape[-1] < 1:
@@ -466,7 +470,7 @@ def rms_norm(x, weight, eps=1e-5, backend=None):
 
 def _norm_args(x, dtype, eps):
     rows = x.numel() // x.shape[-1]
-    tasks = min(rows, 64)  # fixed, so that dweight's sum over rows does not depend on the number of threads
+    tasks = min(rows, 64)  # fixed, so dweight's sum over rows does not depend on the number of threads
     is_bf16 = [int(t == torch.bfloat16) for t in (x.dtype, dtype)]
     return build.NormArgs(rows=rows, D=x.shape[-1], tasks=tasks, threads=torch.get_num_threads(), x_dtype=is_bf16[0],
                           y_dtype=is_bf16[1], eps=eps)
@@ -544,7 +548,7 @@ def _check_attention(q, k, v, window):
 
 
 def _windowed(q, k, v, window, i):
-    """Attention of one window's worth of queries, from i on, to the keys that they see, at most twice the window."""
+    """Attention of the queries from i on, a window or WINDOW_QUERIES of them, to all keys that they see."""
     q, last = q[:, :, i:i + max(window, WINDOW_QUERIES)], k.shape[2] - q.shape[2] + i  # last: the key of query i
     keys = slice(max(0, last - window + 1), last + q.shape[2])
     k, v, T = k[:, :, keys], v[:, :, keys], q.shape[2]
@@ -566,19 +570,19 @@ def _visible(T, past, device, window=None):
 # ------------------------------------------------------------------------------------------------------ head and loss
 
 def linear_cross_entropy(x, weight, targets, backend=None):
-    """The head and its loss: mean over the targets of -log softmax(x W^T)[target], in nats.
+    """The head and its loss: the mean over the targets of -log softmax(x W^T)[target], in nats.
 
     F.cross_entropy(F.linear(x, weight).float(), ...) takes 12 bytes per logit at its peak. This computes the softmax in
     float32, a few rows at a time, and overwrites the logits with their gradient: 2 bytes per logit in bfloat16. It
-    stores the gradient of the sum, since that of the mean may underflow in float16; the backward divides.
+    stores the gradient of the sum, because the gradient of the mean may underflow in float16; the backward divides.
 
     Args:
         x: (..., D); weight: (V, D); both cast to autocast's dtype, or without autocast to x's.
         targets: (...) int64 in [0, V), or -1 for positions without a loss.
         backend: 'torch' runs F.cross_entropy on float32 logits (float64 for float64 inputs).
 
-    Returns: the loss, a float32 scalar (float64 for float64 x), differentiable once; nan, with zero gradients, if every
-    target is ignored.
+    Returns: the loss, a float32 scalar (float64 for float64 x), differentiable once. It is nan, with zero gradients, if
+    every target is ignored.
     Raises ValueError for mismatched shapes, and PyTorch's own error for a target outside the vocabulary.
     """
     check_tensor("linear_cross_entropy", "x", x)
@@ -596,8 +600,8 @@ def linear_cross_entropy(x, weight, targets, backend=None):
 
 
 def loss_of_slice(logits, targets, train):
-    """Log-probabilities of the targets, (n,). With train, logits (n, V) become the gradient of the loss, summed over
-    the rows."""
+    """Return the log-probabilities of the targets, (n,). With `train`, overwrite logits (n, V) with the gradient of the
+    loss summed over the rows."""
     log_softmax = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
     log_p = log_softmax.gather(1, targets[:, None])
     if train:
@@ -608,13 +612,13 @@ def loss_of_slice(logits, targets, train):
 
 @functools.cache
 def loss_module(dtype, V, device):
-    """The kernel for rows of V logits of `dtype` on a GPU; None elsewhere, or (with a line) without a compiler.
-    Raises OSError if it cannot be built."""
+    """The GPU kernel for rows of V logits of `dtype`. None for other devices, and without a compiler, which a line
+    reports. Raises OSError if it cannot be built."""
     if device.type != "cuda" or dtype not in choose.DTYPES:
         return None
     reason = choose.unavailable("cuda")
     if reason is not None:
-        build.say_once(f"linear_cross_entropy: in PyTorch's kernels, which takes longer ({reason})")
+        build.say_once(f"linear_cross_entropy: runs in PyTorch's kernels, which takes longer ({reason})")
         return None
     shared = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     return launch.gpu_module("loss", dtype, (loss_room(dtype, V, shared),), device)
@@ -628,7 +632,8 @@ def loss_room(dtype, V, shared):
 
 
 def log_probabilities(logits, targets, train):
-    """`loss_of_slice`, in one kernel if there is one. It moves 4 bytes per 16-bit logit, PyTorch's five kernels 20."""
+    """`loss_of_slice` in one GPU kernel if possible. That moves 4 bytes per 16-bit logit; PyTorch's five kernels move
+    20."""
     V = logits.shape[1]
     module = loss_module(logits.dtype, V, logits.device) if is_plain(logits) else None
     if module is None:

@@ -61,7 +61,7 @@ STEPS = {"longhorn": _longhorn_step, "exact": _exact_step, "mamba": _mamba_step,
 
 
 def _loop(update, x, dt, k, q, A, D, z, dt_bias, h0):
-    """(y, hT): Algorithm 1 with this update (a key of STEPS), in float64 for float64 inputs, else in float32."""
+    """(y, hT) of Algorithm 1 with this update (a key of STEPS), in float64 for float64 inputs, else in float32."""
     dtype = x.dtype
     wide = torch.promote_types(x.dtype, torch.float32)
     x, dt, k, q, A, D, z, dt_bias, h0 = (None if a is None else a.to(wide) for a in (x, dt, k, q, A, D, z, dt_bias, h0))
@@ -81,7 +81,7 @@ def _loop(update, x, dt, k, q, A, D, z, dt_bias, h0):
 
 
 def _scan_torch(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, reverse):
-    """The loop over each row, or over each packed sequence."""
+    """Run the loop over each row, or over each packed sequence."""
     def scan(rows, h0):
         loop = lambda x, dt, k, q, z, S: _loop(update, x, dt, k, q, A, D, z, dt_bias, S)
         y, hT = ops.in_pieces(loop, [ops.flip(a, reverse, 1) for a in rows], h0)
@@ -109,16 +109,17 @@ def longhorn_scan(x, dt, k, q, D=None, z=None, dt_bias=None, h0=None, return_sta
         x, dt, z: (B, T, D); k, q: (B, T, N), any T, D, N >= 1; float32, bfloat16, float16 (or float64: the loop).
             Mixed dtypes are promoted to the widest; under autocast all five are cast to its dtype. Any strides; only
             tensors whose last dimension is not contiguous are copied.
-        D, dt_bias: (D,) skip weight and bias of the step size's logit; h0: (B, D, N) initial state. Used in float32.
+        D, dt_bias: (D,) skip weight and bias of the step size's logit; h0: (B, D, N) initial state. All three are used
+            in float32.
         return_state: also return the state after the last step.
         cu_seqlens: (S + 1,) integers 0, ..., T, the boundaries of packed sequences as in flash-attention: B is 1, each
             sequence starts from its own h0 (S, D, N) or from zero, and hT is (S, D, N).
         exact: use the full transition I - eps k k^T of Eq. 6 instead of its diagonal.
         reverse: run from the last step to the first, as if every tensor were flipped in T and y flipped back, but
-            without copying; h0 is the state after the last step, hT the one before the first. Used for images.
+            without copying. h0 is the state after the last step, hT the state before the first. Used for images.
         backend: 'cpu' or 'cuda' (native kernels) or 'torch' (the loop over time); None or "": the fastest that runs
-            here. A GPU takes up to 128 or 256 states, depending on its shared memory; call the scan once before
-            capturing a CUDA graph, as the first call compiles.
+            here. A GPU takes up to 128 or 256 states, depending on its shared memory. Call the scan once before
+            capturing a CUDA graph, because the first call compiles.
 
     Returns:
         y (B, T, D) in x's dtype; with return_state also hT (B, D, N), float32. Differentiable once; any number of times
@@ -141,8 +142,8 @@ def selective_scan(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_sof
     Takes the arguments of mamba-ssm's selective_scan_fn in another layout: u, delta, z (B, T, D), A (D, N) negative,
     B, C (B, T, N), D, delta_bias (D,). With delta_softplus, delta = softplus(delta + delta_bias). h0 (B, D, N),
     cu_seqlens, reverse, backend, dtypes, results and errors are as for `longhorn_scan`. backend='fused' calls
-    mamba-ssm, or the native kernels if there are h0, cu_seqlens, documents or return_last_state, which mamba-ssm lacks
-    or does not differentiate.
+    mamba-ssm. With h0, cu_seqlens, documents or return_last_state it calls the native kernels, because mamba-ssm lacks
+    these or does not differentiate them.
     """
     _check(u, delta, B, C, A, D, z, delta_bias, h0, cu_seqlens, mamba=True)
     if backend == "fused":
@@ -205,7 +206,7 @@ def _check(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, mamba=False):
 
 
 def _check_cu_seqlens(cu, B, T, device):
-    """The number of packed sequences. On a GPU the values are checked there, without waiting for the result."""
+    """Check cu_seqlens and return the number of packed sequences. A GPU checks the values, and nothing waits for it."""
     ops.check_tensor("scan", "cu_seqlens", cu, floats=False)
     if cu.dim() != 1 or len(cu) < 2 or cu.dtype not in (torch.int32, torch.int64) or B != 1:
         raise ValueError("scan: cu_seqlens must be (S + 1,) int32 or int64 with S at least 1, and B must be 1, got "
@@ -228,7 +229,7 @@ def _check_cu_seqlens(cu, B, T, device):
 # ------------------------------------------------------------------------------------------ the kernels, as PyTorch ops
 
 def _kernels(x, k, z, cu_seqlens, update, reverse, backward=False):
-    """The kernels for these arguments, and cu_seqlens in the form that they take."""
+    """The kernels for these arguments, and cu_seqlens in the form that the kernels take."""
     rows = None if cu_seqlens is None else len(cu_seqlens) - 1
     kernels = launch.Kernels(build.ScanArgs, x, update.removesuffix("_softplus"), rows, z is not None,
                             backward, N=k.shape[2], softplus=int(update.endswith("_softplus")))
@@ -240,7 +241,7 @@ def _kernels(x, k, z, cu_seqlens, update, reverse, backward=False):
 
 
 def _sizes(x, k, cu_seqlens):
-    """(rows, chunks over all rows): see Row in longhorn_scan.cu."""
+    """(rows, number of chunks in all rows): see Row in longhorn_scan.cu."""
     B, T, _ = x.shape
     if cu_seqlens is None:
         return B, B * -(-T // build.CHUNK)
@@ -250,7 +251,7 @@ def _sizes(x, k, cu_seqlens):
 def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tensor | None, z: Tensor | None,
           dt_bias: Tensor | None, h0: Tensor | None, cu_seqlens: Tensor | None, update: str,
           save: bool, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, hT, states at the chunk boundaries, None unless `save`)."""
+    """(y, hT, states at the chunk boundaries). The last is None without `save`."""
     B, T, d = x.shape
     N = k.shape[2]
     kernels, cu = _kernels(x, k, z, cu_seqlens, update, reverse)

@@ -1,20 +1,21 @@
-// Sums float32 tensors over their first dimension, all in one kernel, on a GPU: what the backward of the scan or the
-// convolution leaves per block or row. A 16-bit result is rounded once.
+// Sums float32 tensors over their first dimension, all in one kernel on a GPU. The tensors are the gradients that the
+// backward of the scan or the convolution leaves per block or row. A 16-bit result is rounded once.
 //
-// A block takes NUMBERS sums. Its lanes read four numbers of a part at once, GROUPS parts together, and join in shared
-// memory. The order of a sum depends on THREADS alone, so two runs agree to the bit. To check a change:
+// A block computes NUMBERS sums. A lane reads four numbers of a part at once. GROUPS groups of lanes share out the
+// parts, and their sums are joined in shared memory. The order is fixed, so two runs agree to the bit. To check a
+// change:
 // python -m pytest tests/test_cuda.py tests/test_ptx.py -k sums
 
 #include "lanes.h"
 
-#define TENSORS 5                                      // at most this many at once
+#define TENSORS 5                                      // the most tensors of a launch
 #define GROUPS (THREADS / (NUMBERS / 4))
 
 enum { FLOAT16 = 2 };                                  // a type besides those of lanes.h
 
 // Mirrored in kernels/build.py.
 struct Sum {
-    int64_t first, parts, n, columns, type;            // first: block; columns: of (n / columns, columns) in `to`
+    int64_t first, parts, n, columns, type;            // first: first block; columns: `to` is (n / columns, columns)
     const float *source;                               // (parts, n), or with columns (parts, columns, n / columns)
     void *to;                                          // (n,) of `type`
 };
@@ -60,7 +61,7 @@ MATH void sums(const SumsArgs &a) {
     else set((float *)s.to + to, total);
 }
 
-// NUMBERS: sums of a block, kernels/build.py's BLOCK_SUMS
+// NUMBERS: sums per block, BLOCK_SUMS in kernels/build.py
 extern "C" {
 KERNEL(sums_kernel, 8, SumsArgs, (sums(a)))
 __device__ int64_t facts[] = {0, sizeof(SumsArgs), THREADS, 0, 0, THREADS * sizeof(Four)};

@@ -257,7 +257,7 @@ def test_a_refusal_by_the_driver_names_the_kernel(shim, monkeypatch):
         native_scan(**inputs("longhorn", 1, 5, 3, 4))
     monkeypatch.setitem(module.shared, "backward_kernel", 300_000)
     monkeypatch.setattr(module, "ready", set())
-    with pytest.raises(RuntimeError, match="backward_kernel, which needs 293.0 KB of shared memory per block"):
+    with pytest.raises(RuntimeError, match="backward_kernel: reserving 293.0 KB of shared memory per block"):
         graded(native_scan, inputs("longhorn", 1, 5, 3, 4))
     with pytest.raises(OSError, match="disagree about a struct"):
         cuda.Module(b"", cuda.SCAN_KERNELS, 8, module.lib)

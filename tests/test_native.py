@@ -171,7 +171,7 @@ def test_a_source_that_does_not_compile_stops_a_run_and_a_missing_compiler_does_
 
 def test_a_source_that_is_edited_while_it_is_compiled_is_not_cached(source, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, f'echo "// more" >> {quote(source)}; exec {COMPILER} "$@"'))
-    with pytest.raises(build.Broken, match="a.cu was edited while it was compiled"):
+    with pytest.raises(build.Broken, match="a.cu was edited while it was being compiled"):
         build.build([source], tmp_path / "build")
     assert not list((tmp_path / "build").glob("*.so"))
 
