@@ -1,5 +1,5 @@
-// The CUDA driver functions that kernels/cuda.py calls, for the kernels included before this file: they are "loaded" by
-// name and run on the CPU by cuda_shim.h, so that the tests also cover the launch.
+// The CUDA driver functions that kernels/cuda.py calls. They "load" the kernels included before this file by name, and
+// cuda_shim.h runs these on the CPU, so the tests also cover the launch.
 
 #if defined(CONV_WIDTH)
 typedef ConvArgs Args;
@@ -38,10 +38,10 @@ int cuModuleGetGlobal_v2(void **at, size_t *bytes, void *, const char *name) {
     return strcmp(name, "facts") ? 500 : 0;
 }
 int cuMemcpyDtoH_v2(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); return 0; }
-// an H100's 227 KB
+// an H100 has 227 KB
 int cuFuncSetAttribute(void *, int attribute, int bytes) { return attribute == 8 && bytes <= 232448 ? 0 : 1; }
 int cuCtxSetCurrent(void *) { return 0; }
-// an H100's
+// the values of an H100
 int cuDeviceGetAttribute(int *value, int attribute, int) { *value = attribute == 97 ? 232448 : 233472; return 0; }
 int cuDevicePrimaryCtxRetain(void **, int) { return 0; }
 int cuGetErrorString(int, const char **words) {

@@ -2,9 +2,9 @@
 // at every barrier and shuffle: fast, and always in the same order. Shared memory starts as NaN, so that reads before
 // writes show in the result. If some lanes never reach a barrier or shuffle, the launch ends with an error.
 //
-// This cannot show speed, coalescing, GPU-specific divergence of a warp's lanes between shuffles, or a missing barrier,
-// which ptx_shim.h finds.
-// tests/test_cuda.py includes it before the kernels, and cuda_driver_shim.h, the driver's functions, after them.
+// This cannot show speed, coalescing, GPU-specific divergence of a warp's lanes between shuffles, or a missing barrier.
+// ptx_shim.h finds missing barriers.
+// tests/test_cuda.py includes this file before the kernels, and cuda_driver_shim.h, the driver's functions, after them.
 
 #pragma once
 #include <math.h>
@@ -61,7 +61,7 @@ struct ShimBlock {
     struct Copies { std::vector<Copy> open; std::deque<std::vector<Copy>> groups; };
     ShimBarrier barrier;
     std::vector<std::unique_ptr<Warp>> warps;
-    std::vector<Copies> copies;                        // per thread, started and not awaited
+    std::vector<Copies> copies;                        // per thread: started and not awaited
     std::vector<float> shared;
     ShimBlock(unsigned threads, size_t bytes) : barrier(threads), copies(threads), shared((bytes + 3) / 4 + 4) {
         for (unsigned w = 0; w < threads / 32; w++) warps.push_back(std::make_unique<Warp>());
@@ -73,7 +73,7 @@ inline ShimBlock *shim_block;
 inline void __syncthreads() { shim_block->barrier.wait(); }
 inline void __syncwarp() { shim_block->warps[threadIdx.x / 32]->barrier.wait(); }
 
-// Asynchronous copies happen only when they are awaited, so that reading too early gives NaN or old values.
+// Asynchronous copies happen only when they are awaited, so reading too early gives NaN or old values.
 template <int BYTES> void copy_begin(void *shared, const void *global) {
     if ((uintptr_t)shared % BYTES || (uintptr_t)global % BYTES)
         shim_trap("a copy of %d bytes from %p to %p: not aligned", BYTES, global, shared);

@@ -1,13 +1,13 @@
 """The modelling code of an exported folder, for transformers; export.py copies it there with the sources it needs.
 
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)  # or it asks, to read the model's config
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)  # it reads the model's config
     model.generate(**tokenizer("def main():", return_tensors="pt"), max_new_tokens=40)
 
 SOURCES holds model.py, mixers.py, families/ and everything that they import from the repository, as it was at the
-export. They run in plain PyTorch, which reads prompts slowly; if the repository is on sys.path and its native kernels
-are unchanged, these are compiled and used. The cache for generation is the model's own state. Rows of a batch may be
-padded on either side.
+export. They run in plain PyTorch, which reads prompts slowly. If the repository is on sys.path and its native kernels
+are unchanged, those kernels are compiled and used. The cache for generation is the model's own state. Rows of a batch
+may be padded on either side.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ def repository():
 
 
 class Sources(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
-    """Imports SOURCES as a package named by their content, which all folders with equal sources share in a process.
+    """Imports SOURCES as a package named by a hash of them. In a process all folders with equal sources share it.
 
     Their imports of each other are rewritten to this package, and its name becomes the namespace of their operators.
     """
@@ -71,7 +71,7 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
         return text.replace('"longhorn::', f'"{self.package}::').encode()
 
     def imports(self, line):
-        """`import a, b.c as d`, with our own modules imported from the package."""
+        """Rewrite `import a, b.c as d` to import our own modules from the package."""
         parts = []
         for part in map(str.strip, line[2].split(",")):
             name = part.split(" ")[0]
@@ -111,7 +111,7 @@ class LonghornConfig(PretrainedConfig):
             if name != "backend":  # depends on the machine
                 setattr(self, name, settings.pop(name, default))
         self.backend = settings.pop("backend", "")  # torch, if it was trained in plain PyTorch
-        padding = settings.pop("pad_token_id", None)  # may be an id after the vocabulary, and transformers would warn
+        padding = settings.pop("pad_token_id", None)  # may be an id beyond the vocabulary, and transformers would warn
         super().__init__(**settings)
         self.pad_token_id = padding
 
@@ -121,7 +121,7 @@ class State:
 
     groups: [(rows of the batch, their state)]. Rows that have read equally many tokens share a group; if the state has
     a constant size, all rows do. last: (B, 1, vocab_size), each row's logits after its last token. seen: tokens read,
-    padding included. A State is never modified: it can be continued in several ways.
+    padding included. Reading tokens makes a new State, so an old one can be continued in several ways.
     """
 
     is_compileable = False  # generate() looks at this
@@ -149,8 +149,8 @@ class State:
         self.last = self.last[beam_idx.to(self.last.device)]
 
     def divided(self, counts, alone):
-        """Yields (rows, their state, n): the groups, divided so that all rows of a group read the same number of tokens
-        next, n. alone: each row is its own group."""
+        """Divide the groups so that all rows of a group read the same number n of tokens next. Yields (rows, their
+        state, n). alone: each row is its own group."""
         for rows, state in self.groups:
             places = {}  # (tokens to read, row if alone): places in this group
             for place, row in enumerate(rows):
@@ -160,7 +160,7 @@ class State:
 
 
 def on_rows(state, rows):
-    """The rows (a list) of a state, however nested."""
+    """These rows (a list) of a state, however nested."""
     if isinstance(state, (list, tuple)):
         return type(state)(on_rows(part, rows) for part in state)
     return state[rows] if getattr(state, "ndim", 0) > 0 else state
@@ -192,7 +192,7 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def state_dict(self, *args, **how):
-        """The state_dict without what get_extra_state returns, which is for training."""
+        """The state_dict without the results of get_extra_state, which are for training."""
         state = super().state_dict(*args, **how)
         for name in [name for name in state if name.endswith("_extra_state")]:
             del state[name]
@@ -203,7 +203,8 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        """LM initialises its own weights; but from_pretrained drops the values of buffers that no file holds."""
+        """Restore the buffers that no file holds: from_pretrained drops their values. LM initialises its own weights.
+        """
         for name, buffer in self.named_buffers() if self.unsaved else []:
             if name in self.unsaved:
                 buffer.copy_(self.unsaved[name])
@@ -221,14 +222,14 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
                 logits_to_keep=0, return_dict=None, **how):
         """logits (B, T, vocab_size); labels (B, T), -100 at positions without a loss, are shifted by one here.
 
-        Padding (attention_mask is 0) is skipped wherever it is; its logits are those after the row's last token before
-        it. logits_to_keep: how many of the last positions (0: all), or indices.
+        Padding (attention_mask is 0) is skipped wherever it is. Its logits are the logits after the row's last token
+        before it. logits_to_keep: the number of last positions to return (0: all), or indices.
         """
         real = torch.ones_like(input_ids, dtype=torch.bool)  # (B, T)
         if attention_mask is not None:
             real = attention_mask[:, -input_ids.shape[1]:].to(input_ids.device) != 0
         counts = real.sum(1)
-        at = real.long().cumsum(1)  # (B,), (B, T): tokens read up to each position
+        at = real.long().cumsum(1)  # (B, T): tokens read up to each position
         given = self.tokens_first(input_ids, real)
         last_only = isinstance(logits_to_keep, int) and logits_to_keep == 1 and labels is None
         cache = None
@@ -261,8 +262,8 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         return given.masked_fill(~real, unread).gather(1, order)
 
     def whole(self, given, counts, last_only):
-        """Logits (B, 1 + N, vocab_size) after 0 .. N tokens of each row; those after 0 are arbitrary. With last_only,
-        if no row is shorter, just those after the last token: (B, 1, vocab_size)."""
+        """Logits (B, 1 + N, vocab_size) after 0 .. N tokens of each row; the first are arbitrary. With last_only, and
+        if all rows have N tokens, only the logits after the last token: (B, 1, vocab_size)."""
         N = max(1, int(counts.max()))
         if last_only and bool((counts == N).all()):
             return self.model(given[:, :N], last_only=True)[0]
@@ -270,8 +271,8 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
         return torch.cat([logits[:, :1], logits], 1)
 
     def through_state(self, given, counts, before, last_only):
-        """(logits, the next State) for rows whose first `counts` entries of `given` are tokens. The logits are those
-        after each row's last token, (B, 1, vocab_size), or after 0 .. N tokens of each row, (B, 1 + N, vocab_size)."""
+        """(logits, the next State) for rows whose first `counts` entries of `given` are tokens. With last_only the
+        logits are (B, 1, vocab_size), after each row's last token; else (B, 1 + N, vocab_size), after 0 .. N tokens."""
         B = len(given)
         empty = self.model.initial_state(len(given))
         if before is None:

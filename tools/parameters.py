@@ -1,5 +1,5 @@
-"""Parameters, FLOPs per token (forward and backward) and state size per sequence of every family at the sizes in
-config/, next to the counts in the paper's Table 1.
+"""Prints parameters, FLOPs per token (forward and backward) and state size per sequence of every family at the sizes
+in config/, next to the counts in the paper's Table 1.
 
     python tools/parameters.py
     python tools/parameters.py config/longhorn_laptop.py --n_layer=6    # train.py's settings
@@ -23,7 +23,7 @@ from model import FAMILIES, LM, ModelConfig  # noqa: E402
 from train import TrainConfig, open_data  # noqa: E402
 
 SIZES = {"120M": {"n_layer": 12, "n_head": 12, "n_embd": 768}, "350M": {"n_layer": 24, "n_head": 16, "n_embd": 1024}}
-LARGE = {"340M": {**SIZES["350M"], "vocab_size": 32000},  # used in other papers; 1.3B: the paper's Section 5.3
+LARGE = {"340M": {**SIZES["350M"], "vocab_size": 32000},  # 340M: used in other papers; 1.3B: the paper's Section 5.3
          "1.3B": {"n_layer": 24, "n_head": 16, "n_embd": 2048, "vocab_size": 32000}}
 TABLE1 = {  # the paper's counts
     "longhorn": {"120M": 128.6e6, "350M": 369.8e6}, "mamba": {"120M": 129.2e6, "350M": 371.5e6},
@@ -42,8 +42,8 @@ def config_settings(family, size):
 
 
 def shapes(argv):
-    """Yields (family, size, {setting: value} of a ModelConfig): the model of argv, or else every family at every
-    size."""
+    """Yields (family, size, {setting: value} of a ModelConfig) for the model in argv; without argv, for every family at
+    every size."""
     config = configurator.load(TrainConfig, argv, doc=__doc__)
     if argv:
         try:
@@ -53,7 +53,7 @@ def shapes(argv):
             if any(word.startswith("--dataset") for word in argv):
                 raise
             config.vocab_size = ModelConfig.vocab_size
-            print(f"{error}: counted with GPT-2's vocabulary, --vocab_size={config.vocab_size}", file=sys.stderr)
+            print(f"{error}: counting with GPT-2's vocabulary, --vocab_size={config.vocab_size}", file=sys.stderr)
         settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)}
         yield config.pattern or config.model, f"{config.n_layer} x {config.n_embd}", settings
         return

@@ -4,7 +4,7 @@ GPU.
 tools/cuda_shim.h runs the source as compiled by g++. Inline assembly, argument offsets, addresses, vectors and the
 optimiser's handling of branches around shuffles exist only in the CUDA compiler's output. Here that output runs, one
 C++ statement per instruction, on the same shim and tools/ptx_shim.h. Only the driver's translation of PTX to GPU
-instructions is not covered. An unknown instruction is an error that names it, so that nothing is skipped. Approximate
+instructions is not covered. An unknown instruction is an error that names it, so nothing is skipped. Approximate
 instructions (ex2, rcp) are computed exactly, but flush denormals to zero as a GPU does.
 
     python -m pytest tests/test_ptx.py
@@ -22,7 +22,7 @@ MODULE = re.compile(r"""\s*(?:
   | \.section\s+\.debug\w*\s*\{[^}]*\}
   | (?P<bytes>\.global \s+ \.align\s+(?P<align>\d+) \s+ \.b8\s+(?P<name>\w+)\[(?P<size>\d+)\] \s*=\s*
     (?P<values>\{[\d,\s]*\});)
-  | \.global\s+\.align\s+\d\s+\.[us]\d+\s+\w+;               # constants that NVRTC keeps: to the C++, an unknown name
+  | \.global\s+\.align\s+\d\s+\.[us]\d+\s+\w+;               # constants that NVRTC keeps: unknown names in the C++
   | \.extern\s+\.shared\s+\.align\s+16\s+\.b8\s+(?P<shared>\w+)\[\];
   | (?:\.visible|\.weak)?\s*\.entry\s+(?P<kernel>\w+)\(
     \s*\.param\s+\.align\s+8\s+\.b8\s+(?P<param>\w+)\[(?P<args>\d+)\]\s*\)
@@ -225,7 +225,7 @@ def access(match, operands, at, param):
     if not where or len(registers) != count:
         raise ValueError(f"PTX {match[0]} {', '.join(operands)}: unknown address or vector")
     base = "(uint64_t)&args" if where[1] == param else name(where[1])
-    # generic addresses are global: only cvta.shared, which is unknown here, would make one of shared memory
+    # generic addresses are global: only cvta.shared, which is unknown here, would make a shared one
     space = match["space"] or "global"
     element = KINDS[kind].replace("float", "uint32_t")
     way = "STORE" if not loads else "LOAD_CACHED" if match["nc"] else "LOAD"
@@ -242,7 +242,8 @@ def access(match, operands, at, param):
 
 
 def compiled(macros, source, architecture="sm_90"):
-    """The PTX of the text `source`, for the kernels that `macros` select. Raises OSError with the compiler's output."""
+    """The PTX for the text `source`, with the kernels that `macros` select. Raises OSError with the compiler's output.
+    """
     with tempfile.TemporaryDirectory() as folder:
         text, out = Path(folder) / "kernels.cu", Path(folder) / "kernels.ptx"
         text.write_text(source)

@@ -1,10 +1,10 @@
 // Runs the C++ that tools/ptx.py makes from PTX, on top of cuda_shim.h. Registers are bits in unsigned integers. It is
-// stricter than a GPU; these end the launch with an error that names the instruction:
+// stricter than a GPU. These faults end the launch with an error that names the instruction:
 //   an address that is unaligned, outside the block's shared memory, or not in a tensor passed to the launch;
-//   lanes that meet at different shuffles or barriers, or some of which never arrive;
+//   lanes that meet at different shuffles or barriers, or never arrive;
 //   ld.global.nc from a tensor that the kernel also writes;
-//   a race for a word of shared memory, by the rules of PTX: another lane's access is complete after bar.sync, or
-//   within a warp after bar.warp.sync; a shuffle orders nothing.
+//   a race for a word of shared memory. By the rules of PTX another lane's access is complete after bar.sync, or within
+//   a warp after bar.warp.sync; a shuffle orders nothing.
 
 #pragma once
 #include <algorithm>
@@ -58,7 +58,7 @@ struct Word {                                          // of shared memory: its 
 // The cost of an instruction's accesses, if `counting`. The n-th accesses of a warp's lanes count as one joint access.
 struct Cost {
     int line, source, shared, writes, bytes;           // bytes: per lane
-    // joint accesses; 32-byte sectors or wavefronts, and the minimum for that number of lanes
+    // joint accesses; the 32-byte sectors or wavefronts that they take, and the fewest possible for so many lanes
     int64_t accesses, units, least;
     // A wavefront serves 128 bytes of different banks: 8 lanes at 16 bytes each, 16 at 8, 32 at 4.
     void add(const std::map<unsigned, uint64_t> &lanes) {
@@ -87,10 +87,10 @@ inline std::map<int, Cost> costs;
 
 struct Block {
     std::map<std::pair<int, unsigned>, unsigned> times;                                   // instruction, thread
-    // instruction, warp, time: of lanes
+    // (instruction, warp, time): the lanes' addresses
     std::map<std::tuple<int, unsigned, unsigned>, std::map<unsigned, uint64_t>> together;
     void count(At at, uint64_t address, int bytes, bool in_shared, bool writes) {
-        const int key = 2 * at.line + in_shared;       // a copy is both kinds
+        const int key = 2 * at.line + in_shared;       // a copy counts as both kinds
         costs.try_emplace(key, Cost{at.line, at.source, in_shared, writes, bytes, 0, 0, 0});
         together[{key, threadIdx.x / 32, times[{key, threadIdx.x}]++}][threadIdx.x % 32] = address;
     }
@@ -121,7 +121,7 @@ inline void touch(At at, Word &word, bool writes) {
     else read = {now, (read.when == now ? read.lanes : 0) | 1u << me % 32};
 }
 
-// the address of dynamic shared memory: the system's kilobyte is before it
+// the address of dynamic shared memory: the system's kilobyte comes before it
 constexpr uint32_t SHARED = 1024;
 template <class T, int N> T *shared(At at, uint32_t address, bool writes) {
     // races are checked per word
@@ -148,7 +148,7 @@ template <class T, int N> T *global(At at, uint64_t address, Way way) {
                   (unsigned long long)address, address % bytes ? "not aligned" : "in no tensor");
     (way == STORE ? tensor->written : tensor->cached) |= way != LOAD;
     if (tensor->written && tensor->cached)
-        shim_trap("line %d of the PTX (source line %d): a tensor is written that ld.global.nc reads", at.line,
+        shim_trap("line %d of the PTX (source line %d): the kernel writes a tensor that ld.global.nc reads", at.line,
                   at.source);
     if (counting) block->count(at, address, (int)bytes, false, way == STORE);
     return (T *)address;
@@ -181,13 +181,13 @@ inline void block_barrier(At at) {
     __syncthreads();
 }
 inline void warp_barrier(At at, uint32_t members) {
-    if (members != ~0u) shim_trap("line %d of the PTX: a barrier of a part of a warp", at.line);
+    if (members != ~0u) shim_trap("line %d of the PTX: a barrier for only part of a warp", at.line);
     warp().at_barrier.come(warp().barrier.arrived, at);
     warp().barrier.wait();
 }
 inline uint32_t shuffle_xor(At at, uint32_t v, uint32_t mask, uint32_t clamp, uint32_t members) {
     if (members != ~0u || clamp != 31 || mask > 31)
-        shim_trap("line %d of the PTX: a shuffle in a part of a warp", at.line);
+        shim_trap("line %d of the PTX: a shuffle in only part of a warp", at.line);
     warp().at_shuffle.come(shim_block->warps[threadIdx.x / 32]->barrier.arrived, at);
     return AS_BITS(__shfl_xor_sync(members, AS_FLOAT(v), (int)mask));
 }

@@ -2,22 +2,22 @@
 
     S_ij += e_i k_j (x_i - k_j S_ij),   y_i = sum_j S_ij q_j         e: the step size eps, as kernels/scan.py defines it
 
-Each channel i and state j forgets at its own rate, 1 - e_i k_j^2, and yet four steps are one product of matrices. With
-g the largest e of a step over all channels, w = e / g and u = g k^2, both between 0 and 1,
+Each channel i and state j forgets at its own rate, 1 - e_i k_j^2, and yet four steps are one product of matrices. Let g
+be the largest e of a step over all channels, w = e / g and u = g k^2. Both are between 0 and 1. These equations are exact:
 
     1 - e_i k_j^2        =  1 * (1 - u_j)  +  (1 - w_i) * u_j
     product over steps   =  sum over sets of steps   prod (1 - w_i)   *   prod u_j prod (1 - u_j)
                                                      of the set           of the set    of the rest
 
-is exact: the brackets are multiplied out, one term for each set of steps, and a term is a number of the channel times a
-number of the state. Four steps have 16 sets, the inner dimension of one instruction of a tensor core. No term is
-negative, so operands may be rounded to TF32. (Plain 1 - e k^2 gives terms of both signs: where a slot is
-overwritten at each step they cancel, and in TF32 lose ten times as much.) The state is multiplied by 1 minus what is
-lost: the sum over steps t of w_t u_t times the product before t. So a memory that hardly fades does so at the right
-rate. g is free: the result does not depend on it.
+The brackets are multiplied out, one term for each set of steps. A term is a number of the channel times a number of the
+state. Four steps have 16 sets, the inner dimension of one instruction of a tensor core. No term is negative, so
+operands may be rounded to TF32. (Plain 1 - e k^2 gives terms of both signs. Where a slot is overwritten at each step
+they cancel, and in TF32 lose ten times as much.) The state is multiplied by 1 minus the lost part, which is the sum
+over steps t of w_t u_t times the product before t. So a memory that hardly fades still fades at the right rate. The
+result does not depend on g.
 
 A table has a row for each channel or state and a column for each set. `grow` adds a step to it: columns 2 c and 2 c + 1
-are the set c without the step and with it. So a table is written like the recurrence itself, a line for each step:
+are the set c without the step and with it. So the code of a table is written like the recurrence itself, step by step.
 
     name    columns: a set with last step t, first step s             shape         what it is for
     before  prod (1 - w) of the set without t                         (channels, 16)
@@ -29,7 +29,7 @@ are the set c without the step and with it. So a table is written like the recur
     W       sum over states of q_t L, with L after step t             (16, 16)      y_t from the chunk itself: wrote W'
     last    1 where t is the last step of the set                     (16, 16)      sums over the sets of a step
 
-`d` before a name: its gradient. Sizes are padded to whole blocks with zeros, which change nothing.
+A `d` before a name means its gradient. Sizes are padded to whole blocks with zeros, which change nothing.
 
     TRITON_INTERPRET=1 python -m pytest tests/test_scan_mma.py
 """
@@ -168,8 +168,8 @@ def state_gradients(k, q, g, N, states, K, L, dU, dQ, dR, dL, dW, dk, dq, C: tl.
 
 @triton.jit
 def nearest(v, PRECISION: tl.constexpr):
-    """`v`, with "tf32" rounded to its 10 bits: a tensor core would cut the others off, and the interpreter keeps
-    them."""
+    """`v`, rounded to TF32's 10 bits if PRECISION is "tf32". A tensor core would cut off the other bits, and the
+    interpreter would keep them."""
     if PRECISION == "tf32":
         v = ((v.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     return v
@@ -297,14 +297,14 @@ def longhorn_scan(e, x, k, q, h0=None, precision="tf32"):
     """(y, hT) of Longhorn's recurrence for given step sizes, with exact gradients.
 
     e, x: (B, T, D); k, q: (B, T, N), N at most 64; h0: (B, D, N) float32, or None for zeros. e k^2 is at most 1, as in
-    Longhorn. precision: of the products' operands, "tf32", or "ieee" for float32; the rest is float32. y has x's dtype,
+    Longhorn. precision: the products' operands are "tf32", or "ieee" for float32; all else is float32. y has x's dtype,
     hT is float32.
     """
     (B, T, D), N = x.shape, k.shape[2]
     assert e.shape == x.shape and q.shape == k.shape == (B, T, N), "e and x are (B, T, D), k and q (B, T, N)"
-    assert N <= 64, f"{N} states of a channel do not fit the registers, 64 do"
+    assert N <= 64, f"at most 64 states per channel fit the registers, got {N}"
     h0 = x.new_zeros(B, D, N, dtype=torch.float32) if h0 is None else h0
-    steps = -T % SEGMENT  # missing to a whole segment; below: to whole blocks
+    steps = -T % SEGMENT  # to fill a segment; below: to fill blocks
     channels = -D % CHANNELS
     states = max(16, triton.next_power_of_2(N)) - N
     whole = []
