@@ -132,7 +132,7 @@ struct Exact {                                                 // residual: x - 
         return longhorn_step(x, dt, bias, kk);
     }
     template <class V> MATH V decay(const Step<V> &, V) { return V{}; }
-    template <class V> MATH V forget(const Step<V> &, float, V) { return V{}; }        // it is a matrix: no segments
+    template <class V> MATH V forget(const Step<V> &, float, V) { return V{}; }        // a matrix, so no segments
     template <class V> MATH V next(const Step<V> &s, V S, float k, V) { return S + (s.size * k) * s.residual; }
     template <class V> MATH V keep(const Step<V> &, V S, float) { return S; }
     template <class V> MATH V back(const Step<V> &s, V S, float k, V, V, V g, V Gk, Sums<V> &, V &dk, V &) {
@@ -461,7 +461,8 @@ template <class E, int L, int TENSORS, int ROWS> struct WarpRows {
     }
 };
 
-// Where the forward stores four states of a channel before a chunk, for the backward: (chunks, N / 4, D) fours.
+// The place where the forward stores four states of a channel before a chunk, for the backward. All of them are
+// (chunks, N / 4, D) fours.
 template <int P> MATH Four *kept_states(const ScanArgs &a, int64_t chunk, int part, int g, int channel) {
     return (Four *)a.chunks + (chunk * ceil_div(a.N, 4) + (part * P + g) / 4) * a.D + channel;
 }
@@ -1026,7 +1027,7 @@ typedef SCAN_UPDATE U;
 typedef SCAN_TYPE E;
 
 // Blocks per multiprocessor for which the registers must suffice. An H100's shared memory holds three blocks of the
-// backward. It is two where the compiler would have to spill registers.
+// backward; BACKWARD_BLOCKS is two where the compiler would otherwise spill registers.
 #ifndef FORWARD_BLOCKS
 #define FORWARD_BLOCKS (U::rates || SCAN_L > C ? 3 : 4)
 #endif

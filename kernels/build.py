@@ -1,4 +1,4 @@
-"""Builds the native libraries on first use, caches and loads them (called by ctypes).
+"""Builds the native libraries on first use, caches them and loads them with ctypes.
 
 A C++ compiler builds longhorn_scan.cu and conv_norm.cu for the CPU. nvcc or NVRTC builds both of them, loss.cu and
 sums.cu for a GPU. PyTorch's headers are not needed. Libraries are cached under build/, keyed by a hash of source,
@@ -68,8 +68,8 @@ def _cpu_name():
 def build(sources=(SCAN, CONV), folder=None):
     """Compile `sources` into one library for this CPU, unless it is cached. Returns (path, compile time in seconds).
 
-    If several processes call it at the same time, one builds and the others wait for a file lock. The folder is
-    `folder`, $LONGHORN_BUILD_DIR or this repository's build/. Raises OSError with the compiler's message.
+    If several processes call it at the same time, one builds and the others wait for a file lock. The library goes
+    to `folder`, $LONGHORN_BUILD_DIR or this repository's build/. Raises OSError with the compiler's message.
     """
     compiler = os.environ.get("CXX", "").strip() or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if compiler is None:
@@ -83,7 +83,7 @@ def build(sources=(SCAN, CONV), folder=None):
 
 
 class Broken(OSError):
-    """The kernels' source is at fault: the compiler works but refuses it, or a struct or constant differs from here."""
+    """The kernels' source is at fault: a working compiler refuses it, or its structs or constants differ from ours."""
 
 
 # A smoke test: if the compiler builds this but not the kernels, the kernels' source is at fault.
@@ -122,7 +122,7 @@ def _compile(compiler, flags, sources, folder):
 
 
 def build_cuda(update, dtype, shape, architecture, way=None, source=None, folder=None):
-    """Like `build`, for a GPU architecture such as 'sm_90'. update: one of the scan's, "conv", "loss" or "sums". shape:
+    """Like `build`, for a GPU architecture such as 'sm_90'. update: the scan's, or "conv", "loss" or "sums". shape:
     as in `cuda.defines`. way: one of `cuda.ways`; None: the first that works."""
     if way is None:
         return _first_that_works(architecture, lambda way: build_cuda(update, dtype, shape, architecture, way, source,
@@ -234,7 +234,7 @@ SOURCES = {"conv": Source(CONV, cuda.CONV_KERNELS, ConvArgs, CONV_TILE),
 
 
 def source_of(update):
-    """The Source of a key of SOURCES, or of an update of the scan."""
+    """The Source of `update`, which is a key of SOURCES or an update of the scan."""
     return SOURCES.get(update, Source(SCAN, cuda.SCAN_KERNELS, ScanArgs, CHUNK))
 
 

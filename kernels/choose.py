@@ -51,7 +51,7 @@ def plain(*ops):
 
 
 def places(op, backend, device, dtype):
-    """For messages: (where the code is that `choose` picks for these arguments, where the plain code of `op` is)."""
+    """For messages: (location of the code that `choose` picks for these arguments, location of the plain code)."""
     fast, slow = BODIES[op]
     library = op in fused.LIBRARIES and choose(op, backend, device, dtype) == "fused"
     return fused.place(op) if library else fast, slow
@@ -90,7 +90,7 @@ def _choose(op, backend, device, dtype, cannot, library_cannot, forced_plain, li
             raise RuntimeError(f"{op}: backend 'fused' cannot run here: {reason}: leave backend empty, or pip install "
                                "--group gpu on a machine with a GPU")
         if device == "cuda":
-            build.say_once(f"{op}: chunks in PyTorch ({reason})")
+            build.say_once(f"{op}: runs as chunks in PyTorch ({reason})")
     if backend == "fused":  # rms_norm and linear_cross_entropy: no library is faster
         backend = ""
     if op not in NATIVE:
@@ -106,7 +106,7 @@ def _library_refuses(op, device, dtype, library_cannot):
         return f"the tensors are on {device}"
     reason = fused.refusal(op, dtype) or library_cannot or fused.missing(op)
     if reason is None:
-        tunes = ", whose kernels are tuned at their first start, for minutes" if op in fused.BY_DEFAULT else ""
+        tunes = ", which spends minutes on tuning its kernels at first use" if op in fused.BY_DEFAULT else ""
         build.say_once(f"{op}: {fused.LIBRARIES[op][0]}{tunes}")
     return reason
 
@@ -140,7 +140,7 @@ def unavailable(device):
         if not torch.cuda.is_available():
             return "PyTorch sees no GPU"
         if min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))) < (8, 0):
-            return ("the kernels need GPUs of compute capability 8.0 (Ampere) or later: hide others with "
+            return ("the kernels need GPUs of compute capability 8.0 (Ampere) or later: hide older ones with "
                     "CUDA_VISIBLE_DEVICES")
         return cuda.missing()
     try:

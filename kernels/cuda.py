@@ -111,10 +111,10 @@ def tuning(name, default):
 def defines(update, dtype, *shape):
     """The macros that select the kernels to compile. `shape` depends on `update`:
 
-        an update of the scan  (P, L), as in `cuda_shape`
-        "conv"                 (W, channels per lane)
-        "loss"                 (bytes of shared memory for a row,)
-        "sums"                 (sums per block,)
+    - an update of the scan: (P, L), as in `cuda_shape`
+    - "conv": (W, channels per lane)
+    - "loss": (bytes of shared memory for a row,)
+    - "sums": (sums per block,)
 
     $LONGHORN_CUDA_DEFINES adds macros to try other tunings, such as "FORWARD_BLOCKS=5 STAGES=4".
     """
@@ -239,7 +239,7 @@ class Module:
         return self.shared[name] <= block and at_once(name) >= at_once(instead)
 
     def launch(self, name, blocks, args, stream):
-        """Launch `blocks` blocks of kernel `name`, passing `args` by value. Raises RuntimeError naming the launch."""
+        """Launch `blocks` blocks of kernel `name`, passing `args` by value. Raises RuntimeError with the launch."""
         function, shared = self.functions[name], self.shared[name]
         if self.context:
             self.check(self.lib.cuCtxSetCurrent(self.context), "cuCtxSetCurrent")

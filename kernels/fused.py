@@ -49,9 +49,9 @@ def missing(op):
 
 
 def wrong_gradients(op):
-    """What flash-linear-attention needs for correct gradients of `op` on this GPU, or None. With gates the library
-    itself refuses to run. On an H200 with Triton 3.6.0 one of RetNet's gradients was off by half. With fla-core before
-    0.6.0, in chunks of 64, the delta rule's gradients of k and beta were wrong."""
+    """What flash-linear-attention needs for correct gradients of `op` on this GPU, or None. For gated operators the
+    library itself refuses to run. On an H200 with Triton 3.6.0 one of RetNet's gradients was off by half. With
+    fla-core before 0.6.0, in chunks of 64, the delta rule's gradients of k and beta were wrong."""
     if op not in ("retention", "gated_delta_rule", "delta_rule") or not torch.cuda.is_available():
         return None
     if torch.cuda.get_device_capability()[0] != 9:

@@ -77,8 +77,8 @@ def cuda_segments(update, dtype, shape, blocks, T, multiprocessors, shared, back
     With more than SPLIT_BELOW blocks per multiprocessor T stays whole. Otherwise blocks would wait for memory, so T is
     split into as many blocks as the backward can run at once. Registers suffice for three blocks in 16 bits, else for
     two. Joining the segments costs the forward about as much again, and the backward a quarter of that, for any number
-    of segments. So the forward has the lower limit. On an H200, with 8 x 4096 tokens of 1536 channels (0.73 blocks per
-    multiprocessor), the forward took 0.38 ms whole and 0.45 split; the backward took 2.06 and 1.22.
+    of segments. So the forward has the lower limit. An H200 was timed with 8 x 4096 tokens of 1536 channels, 0.73
+    blocks per multiprocessor. The forward took 0.38 ms whole and 0.45 split; the backward took 2.06 and 1.22.
     """
     if blocks > cuda.tuning("SPLIT_BELOW", SPLIT_BELOW[backward]) * multiprocessors:
         return 1
@@ -170,7 +170,7 @@ class Kernels:
 
     def initial_segment_states(self, rows, floats, function, initial, reverse=0):
         """Compute the state before each segment of T, (rows, segments, D, N): `function` finds each segment's final
-        state from a zero state, and combine_kernel joins them. With `reverse`, compute the gradient after each."""
+        state from a zero state, and combine_kernel joins them. With `reverse`: the gradient after each segment."""
         a = self.args
         states, decay = (empty(next(iter(rows.values())), a.B * a.segments, a.D, a.N) for _ in range(2))
         self(function, rows, floats, hT=states, decay=decay)
@@ -271,7 +271,7 @@ def _on_gpu(B, T, D, dtype, device, update, rows, gated, backward, sizes):
         shared = gpu.shared_memory_per_multiprocessor
         layout = cuda_shape(update, B, T, D, sizes["N"], gpu.multi_processor_count, shared, may_split, backward)
         module = gpu_module(update, dtype, layout, device)
-        row_bytes = module.channels // (module.threads // 32) * dtype.itemsize  # per warp, fetched 16 at a time
+        row_bytes = module.channels // (module.threads // 32) * dtype.itemsize  # for a warp, fetched 16 at a time
         whole = T % build.CHUNK == 0 and D % module.channels == 0 and sizes["N"] == module.states
         if may_split and whole and row_bytes >= 16:
             blocks = B * D // module.channels

@@ -46,7 +46,7 @@ CHUNK = 64  # steps: the fastest of 16, 32, 64, 128 for retention and the delta 
 GLA_CHUNK = 32  # a power of two, for the halving; 16 and 64 take a tenth longer
 CG_STEPS = 30  # conjugate gradient steps in Mesa, as in the paper
 MOST_CG_STEPS = 300  # limit on a CPU, while the residual is above RESIDUAL; keys of length 30 take this many
-RESIDUAL = 1e-4  # as a fraction of q
+RESIDUAL = 1e-4  # allowed norm of the residual, as a fraction of q's
 CLOSED = -1e4  # the log of a decay that is 0 in any floating-point type
 NOTHING = -1e38  # the maximum of an empty wkv4 state: e^(NOTHING - anything) is 0, and unlike -inf it makes no NaN
 
@@ -253,9 +253,9 @@ def mesa(q, k, v, beta, log_decay, ridge, state=None, backend=None):
     H_t = w_t H_{t-1} + beta_t k_t^T k_t, U_t = w_t U_{t-1} + beta_t k_t^T v_t, o_t = q_t (H_t + diag(ridge))^-1 U_t.
 
     The loop solves directly. The chunks solve with CG_STEPS conjugate gradient steps. The gradient is that of the exact
-    solution and takes as many steps again. 30 steps are enough if all but a few eigenvalues of H + diag(ridge) are
-    within a factor of about 100, as with keys of length 1. On a CPU the chunks stop early at rounding error, and go on
-    while the residual is above RESIDUAL. A GPU and flash-linear-attention never take more steps.
+    solution and takes as many steps again. With keys of length 1, 30 steps are enough: all but a few eigenvalues of
+    H + diag(ridge) are within a factor of about 100. On a CPU the chunks stop early at rounding error, and go on while
+    the residual is above RESIDUAL. A GPU and flash-linear-attention never take more steps.
 
     Args:
         beta: (B, T, H) >= 0; log_decay: (B, T, H) <= 0; ridge: (H, K) > 0, per channel of the keys.
@@ -313,10 +313,10 @@ def _run(op, backend, loop, chunks, timed, constants, state, library=None, libra
         with ops.documents(None):
             one_document = lambda *rows: _run(op, backend, loop, chunks, rows, constants, None)[0]
             return ops.by_document(one_document, timed, packed), None
-    if packed is not None:  # in chunks, never in the library's kernels
+    if packed is not None:  # packed documents run in chunks, never in the library's kernels
         chosen = v.device.type
         if len(timed) > 3:  # a document begins with a closed gate
-            gates = torch.zeros_like(timed[3]) if timed[-1] is None else timed[-1]  # shaped as beta (B, T, H) if none
+            gates = torch.zeros_like(timed[3]) if timed[-1] is None else timed[-1]  # if None, as beta (B, T, H)
             starts = packed.starts[(..., *[None] * (gates.dim() - 2))]
             timed = (*timed[:-1], gates.masked_fill(starts, CLOSED))
     if v.shape[1] == 1:  # a step of sampling
@@ -352,9 +352,9 @@ def _chunked(a, C):
 def _halves(queries, k, g):
     """Apply a decay per channel within chunks (B, n, H, C, K), C a power of two. Returns ([A], [Q], Key, decay).
 
-    For each of `queries`, A (B, n, H, C, C) is its attention to the chunk's keys, and Q is the query times the decays
-    from the chunk's first step up to its own. Key is the key times the decays after its own step, and decay
-    (B, n, H, 1, K) is the product of all decays.
+    For each of `queries`, A (B, n, H, C, C) is its attention to the chunk's keys. Q is the query times the decays from
+    the chunk's first step up to its own. Key is the key times the decays after its own step, and decay (B, n, H, 1, K)
+    is the product of all decays.
     """
     # computed for blocks of m steps, with m doubling until a block is the whole chunk
     C = k.shape[3]
@@ -406,9 +406,9 @@ def _join(os, S, B):
 def _decays(g):
     """Multiply a chunk's decays, from their logs (B H, C, 1). Returns three tensors of products:
 
-        from the chunk's start to each step                          (B H, C, 1)
-        from each column's step to each row's, 0 if that is earlier  (B H, C, C)
-        from each step to the chunk's end                            (B H, C, 1)
+    - from the chunk's start to each step, (B H, C, 1)
+    - from each column's step to each row's, (B H, C, C), 0 if the row is earlier
+    - from each step to the chunk's end, (B H, C, 1)
     """
     between = _Between.apply(g)
     return g.cumsum(1).exp(), between, between[:, -1, :, None]
@@ -460,12 +460,12 @@ def _gated_retention(q, k, v, log_decay, state):
 
 def _of_documents(v, state):
     """Return four masks for each chunk of v (B, T, H, .), as factors for (B H, n, .) tensors. They are None if
-    documents are not packed, else 1 where a document is shared by
+    documents are not packed, else 1 where these share a document:
 
-        two tokens of the chunk                               (B H, n, n)
-        a token and the token before the chunk                (B H, n, 1)
-        a token and the chunk's last token                    (B H, n, 1)
-        the token before the chunk and the chunk's last token (B H, 1, 1)
+    - two tokens of the chunk, (B H, n, n)
+    - a token and the token before the chunk, (B H, n, 1)
+    - a token and the chunk's last token, (B H, n, 1)
+    - the token before the chunk and the chunk's last token, (B H, 1, 1)
     """
     packed = ops.documents_of(v) if state is None else None
     if packed is None:
@@ -531,10 +531,10 @@ def _delta_rule(q, k, v, beta, log_decay, state):
 def _products(q, k, log_decay):
     """Yields six tensors for each chunk:
 
-        q k^T and k k^T with the decays in between           (B H, n, n)
-        q and k times the decays up to their step            (B H, n, K)
-        k times the decays after its step                    (B H, n, K)
-        the product of all decays, or None without decays    (B H, 1, 1)
+    - q k^T and k k^T with the decays in between, (B H, n, n)
+    - q and k times the decays up to their step, (B H, n, K)
+    - k times the decays after its step, (B H, n, K)
+    - the product of all decays, (B H, 1, 1), or None without decays
     """
     if log_decay is None:
         for q_c, k_c in _chunks(q, k):

@@ -139,9 +139,9 @@ def differentiable(name, forward, backward, fake, tensors, results=1, half=None,
     """Register `forward` as the custom op longhorn::name, differentiable once, through `backward`.
 
     Args:
-        tensors: the number of forward's first arguments that have gradients; absent tensors are None.
-        results: the number of forward's first results that have gradients. The other results, which may be None, are
-            kept for the backward.
+        tensors: the first `tensors` arguments of forward have gradients; absent tensors are None.
+        results: the first `results` results of forward have gradients. The other results, which may be None, are kept
+            for the backward.
         backward: backward(*gradients of results, *forward's arguments, *kept) returns a gradient shaped like each of
             the tensors, None for absent tensors.
         half: the index of a tensor that may be one of `halves`. backward then takes a last argument, `into`: None, or
@@ -247,7 +247,7 @@ def body_or_op(qualname, body, fake):
 
 
 def is_plain(a):
-    """True if a is an ordinary tensor in plain eager mode (no compile, no modes); in transforms no kernel is chosen."""
+    """True if a is an ordinary tensor in plain eager mode (no compile, no modes). No kernel is chosen in transforms."""
     return (type(a) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
             and not torch_private.dispatch_modes())
 
@@ -301,7 +301,7 @@ def half_of_gradient(a):
 
 def again(x: Tensor) -> Tensor:
     """Return x for its second use. Autograd would add the gradients of the two uses in an extra kernel. If x comes
-    straight out of a convolution, the two gradients reach the convolution's backward separately, which adds them as it
+    straight out of a convolution, the convolution's backward gets the two gradients separately and adds them as it
     reads them. A hook on x then sees only the gradient of the first use."""
     return (_second_name if is_plain(x) else _again_op)(x)
 
@@ -329,8 +329,9 @@ def causal_conv1d(x, weight, bias=None, state=None, silu=True, reverse=False, ba
         state: (B, W - 1, D), the inputs before the first step; None for zeros.
         silu: apply SiLU to the result.
         reverse: run from the last step to the first, as if x were flipped in T and y flipped back.
-        backend: as for `longhorn_scan`; 'fused' calls causal-conv1d, or the native kernel if there is a state, W is not
-            2 to 4, or D or a stride is not a multiple of 8. On a GPU, call it once before capturing a CUDA graph.
+        backend: as for `longhorn_scan`. 'fused' calls causal-conv1d, but the native kernel if there is a state, if W is
+            not 2 to 4, or if D or a stride is not a multiple of 8. On a GPU, call causal_conv1d once before capturing
+            a CUDA graph.
 
     Returns:
         y (B, T, D) in x's dtype, differentiable once. `conv_state(x, state, W)` is the state after the last step.
@@ -389,7 +390,7 @@ def _conv_torch(x, weight, bias, state, silu):
     padded = torch.cat([x.new_zeros(B, W - 1, D) if state is None else state.to(x.dtype), x], 1)
     bias = None if bias is None else bias.to(x.dtype)
     y = F.conv1d(padded.transpose(1, 2), weight[:, None].to(x.dtype), bias, groups=D)
-    y = y.transpose(1, 2).contiguous()  # for the scan, which reads it forward and backward
+    y = y.transpose(1, 2).contiguous()  # the scan reads it in its forward and backward
     return F.silu(y) if silu else y
 
 
@@ -612,8 +613,8 @@ def loss_of_slice(logits, targets, train):
 
 @functools.cache
 def loss_module(dtype, V, device):
-    """The GPU kernel for rows of V logits of `dtype`. None for other devices, and without a compiler, which a line
-    reports. Raises OSError if it cannot be built."""
+    """The GPU kernel for rows of V logits of `dtype`. None on other devices, and without a compiler (a line says so).
+    Raises OSError if it cannot be built."""
     if device.type != "cuda" or dtype not in choose.DTYPES:
         return None
     reason = choose.unavailable("cuda")
@@ -632,8 +633,8 @@ def loss_room(dtype, V, shared):
 
 
 def log_probabilities(logits, targets, train):
-    """`loss_of_slice` in one GPU kernel if possible. That moves 4 bytes per 16-bit logit; PyTorch's five kernels move
-    20."""
+    """`loss_of_slice` in one GPU kernel if possible. It moves 4 bytes per 16-bit logit; PyTorch's five kernels move 20.
+    """
     V = logits.shape[1]
     module = loss_module(logits.dtype, V, logits.device) if is_plain(logits) else None
     if module is None:

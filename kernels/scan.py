@@ -167,7 +167,7 @@ def _mamba_ssm(u, delta, A, B, C, D, z, delta_bias, softplus):
 
 def _run(update, x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, reverse, backend):
     packed = ops.documents_of(x) if h0 is None and cu_seqlens is None else None
-    if packed is not None:  # concatenate the rows; no state is returned: only a row's last document could go on
+    if packed is not None:  # concatenate the rows; no state is returned: only a row's last document could continue
         flat = [None if a is None else a.flatten(0, 1)[None] for a in (x, dt, k, q, z)]
         y, _ = _run(update, *flat[:4], A, D, flat[4], dt_bias, None, packed.cu_seqlens, reverse, backend)
         return y.view_as(x), None
@@ -206,7 +206,7 @@ def _check(x, dt, k, q, A, D, z, dt_bias, h0, cu_seqlens, mamba=False):
 
 
 def _check_cu_seqlens(cu, B, T, device):
-    """Check cu_seqlens and return the number of packed sequences. A GPU checks the values, and nothing waits for it."""
+    """Check cu_seqlens and return the number of packed sequences. On a GPU the values are checked asynchronously."""
     ops.check_tensor("scan", "cu_seqlens", cu, floats=False)
     if cu.dim() != 1 or len(cu) < 2 or cu.dtype not in (torch.int32, torch.int64) or B != 1:
         raise ValueError("scan: cu_seqlens must be (S + 1,) int32 or int64 with S at least 1, and B must be 1, got "
@@ -251,7 +251,7 @@ def _sizes(x, k, cu_seqlens):
 def _scan(x: Tensor, dt: Tensor, k: Tensor, q: Tensor, A: Tensor | None, D: Tensor | None, z: Tensor | None,
           dt_bias: Tensor | None, h0: Tensor | None, cu_seqlens: Tensor | None, update: str,
           save: bool, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, hT, states at the chunk boundaries). The last is None without `save`."""
+    """(y, hT, states at the chunk boundaries). The states are None without `save`."""
     B, T, d = x.shape
     N = k.shape[2]
     kernels, cu = _kernels(x, k, z, cu_seqlens, update, reverse)

@@ -8,7 +8,7 @@
 
 #include "lanes.h"
 
-#define TENSORS 5                                      // the most tensors of a launch
+#define TENSORS 5                                      // the most tensors per launch
 #define GROUPS (THREADS / (NUMBERS / 4))
 
 enum { FLOAT16 = 2 };                                  // a type besides those of lanes.h

@@ -315,7 +315,7 @@ def test_a_machine_is_judged_by_its_oldest_visible_gpu(fresh, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0: capabilities[device])
     monkeypatch.setattr(build.cuda, "missing", lambda: None)
-    assert "8.0 (Ampere) or later: hide others with CUDA_VISIBLE_DEVICES" in choose.unavailable("cuda")
+    assert "8.0 (Ampere) or later: hide older ones with CUDA_VISIBLE_DEVICES" in choose.unavailable("cuda")
     capabilities.pop()
     choose.unavailable.cache_clear()
     assert choose.unavailable("cuda") is None

@@ -40,7 +40,7 @@ def repository():
 
 
 class Sources(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
-    """Imports SOURCES as a package named by a hash of them. In a process all folders with equal sources share it.
+    """Imports SOURCES as a package named by a hash of them. All folders in a process with equal sources share it.
 
     Their imports of each other are rewritten to this package, and its name becomes the namespace of their operators.
     """
@@ -222,8 +222,8 @@ class LonghornForCausalLM(PreTrainedModel, GenerationMixin):
                 logits_to_keep=0, return_dict=None, **how):
         """logits (B, T, vocab_size); labels (B, T), -100 at positions without a loss, are shifted by one here.
 
-        Padding (attention_mask is 0) is skipped wherever it is. Its logits are the logits after the row's last token
-        before it. logits_to_keep: the number of last positions to return (0: all), or indices.
+        Padding (attention_mask is 0) is skipped wherever it is, and repeats the logits of the last token before it.
+        logits_to_keep: the number of last positions to return (0: all), or indices.
         """
         real = torch.ones_like(input_ids, dtype=torch.bool)  # (B, T)
         if attention_mask is not None:

@@ -1,5 +1,5 @@
-"""Prints parameters, FLOPs per token (forward and backward) and state size per sequence of every family at the sizes
-in config/, next to the counts in the paper's Table 1.
+"""Prints the size of every family at the sizes in config/, next to the counts in the paper's Table 1: parameters, FLOPs
+per token (forward and backward) and the state per sequence.
 
     python tools/parameters.py
     python tools/parameters.py config/longhorn_laptop.py --n_layer=6    # train.py's settings

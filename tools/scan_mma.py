@@ -2,8 +2,9 @@
 
     S_ij += e_i k_j (x_i - k_j S_ij),   y_i = sum_j S_ij q_j         e: the step size eps, as kernels/scan.py defines it
 
-Each channel i and state j forgets at its own rate, 1 - e_i k_j^2, and yet four steps are one product of matrices. Let g
-be the largest e of a step over all channels, w = e / g and u = g k^2. Both are between 0 and 1. These equations are exact:
+Each channel i and state j forgets at its own rate, 1 - e_i k_j^2, and yet four steps are one product of matrices. Let
+g be the largest e of a step over all channels, w = e / g and u = g k^2. Both are between 0 and 1. These equations are
+exact:
 
     1 - e_i k_j^2        =  1 * (1 - u_j)  +  (1 - w_i) * u_j
     product over steps   =  sum over sets of steps   prod (1 - w_i)   *   prod u_j prod (1 - u_j)
@@ -11,10 +12,11 @@ be the largest e of a step over all channels, w = e / g and u = g k^2. Both are 
 
 The brackets are multiplied out, one term for each set of steps. A term is a number of the channel times a number of the
 state. Four steps have 16 sets, the inner dimension of one instruction of a tensor core. No term is negative, so
-operands may be rounded to TF32. (Plain 1 - e k^2 gives terms of both signs. Where a slot is overwritten at each step
-they cancel, and in TF32 lose ten times as much.) The state is multiplied by 1 minus the lost part, which is the sum
-over steps t of w_t u_t times the product before t. So a memory that hardly fades still fades at the right rate. The
-result does not depend on g.
+operands may be rounded to TF32. Plain 1 - e k^2 would give terms of both signs. Where a slot is overwritten at each
+step, such terms cancel, and in TF32 they lose ten times as much.
+
+The state is multiplied by 1 minus the lost part, which is the sum over steps t of w_t u_t times the product before t.
+So a memory that hardly fades still fades at the right rate. The result does not depend on g.
 
 A table has a row for each channel or state and a column for each set. `grow` adds a step to it: columns 2 c and 2 c + 1
 are the set c without the step and with it. So the code of a table is written like the recurrence itself, step by step.
@@ -269,7 +271,7 @@ class Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, e, x, k, q, h0, precision):
         (B, T, D), N = x.shape, k.shape[2]
-        g = e.float().amax(2).clamp_min(1e-20)  # (B, T); if all are 0, any number will do
+        g = e.float().amax(2).clamp_min(1e-20)  # (B, T); if every e is 0, any number will do
         y = torch.empty_like(x)
         hT = torch.empty_like(h0)
         kept = h0.new_empty(T // SEGMENT, B, D, N)
