@@ -412,7 +412,7 @@ def record_file(args, name, dry_run=False):
     if it cannot be written."""
     out = Path(args.out or ROOT / ("results" if args.save else "out") / f"{name}.json").resolve()
     if out.suffix != ".json":
-        raise ConfigError(f"--out={args.out}: name a .json file; the table and the picture go beside it")
+        raise ConfigError(f"--out={args.out}: name a .json file; any table or picture goes beside it")
     check_out(out, dry_run)
     return out
 

@@ -14,31 +14,30 @@ LIBRARIES = "causal_conv1d", "fla", "flash_attn", "mamba_ssm"
 
 
 def pytest_configure():
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ending the tests shows what failed so far
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that terminated tests still show what failed
 
 
 def pytest_collection():
-    """Hides other libraries' kernels, except from test_fused.py: transformers would run them on CPU tensors, and does
-    not catch errors of their import."""
+    """Hide other libraries' kernels, except from test_fused.py. Otherwise transformers would run them on CPU tensors,
+    and it does not catch errors when it imports them."""
     if "TRITON_INTERPRET" not in os.environ:
         sys.modules.update(dict.fromkeys(LIBRARIES))
 
 
 def pytest_collection_finish():
-    gc.freeze()  # PyTorch and the tests need not be searched: gc.collect() then takes 0.02 s, not 0.3
+    gc.freeze()  # gc.collect() then skips PyTorch and the tests, and takes 0.02 s instead of 0.3
 
 
 @pytest.fixture(scope="session")
 def nursery():
-    """A process that has imported everything, to fork from, so that `launch` starts a run in a twentieth of a second.
-    """
+    """A process to fork from that has imported everything, so `launch` starts a run in a twentieth of a second."""
     import multiprocessing.forkserver  # not at the top: most tests do not fork
     from unittest import mock
 
     folders = os.pathsep.join(str(folder) for folder in Path(__file__).resolve().parents[:2])
-    multiprocessing.forkserver._forkserver._stop()  # one per process: a test of bench/step.py may have left its own
+    multiprocessing.forkserver._forkserver._stop()  # a test of bench/step.py may have left its own; only one can run
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["faults", "torch._dynamo"])  # DistributedDataParallel imports the second
+    context.set_forkserver_preload(["faults", "torch._dynamo"])  # DistributedDataParallel imports torch._dynamo
     with mock.patch.dict(os.environ, PYTHONPATH=folders, OMP_NUM_THREADS="1"):
         multiprocessing.forkserver.ensure_running()
     return context  # its process ends with this one
@@ -46,7 +45,7 @@ def nursery():
 
 @pytest.fixture
 def launch(nursery, tmp_path_factory):
-    """launch(argv, world=1): a Run of faults.py, killed at the end of its test."""
+    """launch(argv, world=1) starts a Run (see faults.py), which is killed at the end of its test."""
     from faults import Run
 
     runs = []
@@ -61,7 +60,8 @@ def launch(nursery, tmp_path_factory):
 
 @pytest.fixture
 def start(tmp_path):
-    """start(command): a process in the repository's root with its output in a file, killed at the end of its test."""
+    """start(command) starts a process in the repository's root, with its output in a file. The process is killed at the
+    end of its test."""
     import subprocess
 
     started = []
@@ -135,7 +135,7 @@ def library(monkeypatch):
 
 @pytest.fixture
 def poison():
-    """In this mode PyTorch fills new memory with NaN, which reveals what a kernel does not write."""
+    """Have PyTorch fill new memory with NaN, which reveals what a kernel does not write."""
     import torch  # not at the top: the tests of the configuration need no PyTorch
 
     before = torch.are_deterministic_algorithms_enabled()
@@ -147,7 +147,7 @@ def poison():
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """One thread, so that sums have the same order as in one-threaded processes and nothing waits on a busy machine."""
+    """Use one thread: sums have the same order as in one-threaded processes, and nothing waits on a busy machine."""
     import torch
 
     before = torch.get_num_threads()

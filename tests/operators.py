@@ -1,7 +1,7 @@
 """All operators in one list: how to draw their arguments, and a float64 truth written from the papers' recurrences.
 
-A new operator is a row of OPERATORS; test_conformance.py tests all rows alike. Also here: running the CUDA kernels on a
-CPU, and planting a mistake in a source.
+A new operator is a row of OPERATORS; test_conformance.py tests all rows alike. This file also has the functions that
+run the CUDA kernels on a CPU, or plant a mistake in a source.
 """
 
 import contextlib
@@ -33,11 +33,17 @@ TINY = 1e-15  # smaller gradients count as 0: at a logit of -88 beta is 1e-38, t
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: nothing ran on one")
 
-# A row: `run(backend=, **arguments)` is {"y": the result, name of a state: the state after it}, `true` the same from
-# float64 arguments. draw(T, **sizes): arguments by name, in float64. shapes: sizes to draw, odd ones too. states: the
-# arguments that hold the state; optional: the others that may be absent. seen(results): the part of them to compare.
-# autocast: what it rounds, the "arguments" with a time dimension, the "result" or nothing. tolerance: in eps. cancels:
-# arguments with a time dimension whose gradient may be nearly zero.
+# The fields of a row:
+#   run        run(backend=, **arguments) returns {"y": the result, name of a state: the state after it}
+#   true       the same from float64 arguments
+#   draw       draw(T, **sizes) returns arguments by name, in float64
+#   shapes     sizes to draw, also odd ones
+#   states     the arguments that hold the state
+#   optional   other arguments that may be absent
+#   seen       seen(results) returns the part of the results to compare
+#   autocast   what autocast rounds: the "arguments" with a time dimension, the "result" or nothing
+#   tolerance  in eps
+#   cancels    arguments with a time dimension whose gradient may be nearly zero
 Operator = namedtuple("Operator", "op run true draw shapes states optional seen autocast tolerance cancels",
                       defaults=((), (), lambda results: results, "", 32, ()))
 
@@ -53,8 +59,8 @@ def shown(a):
 # ------------------------------------------------------------------------------------------------------ the recurrences
 
 def recurrence(q, k, v, alpha=None, bonus=None, beta=None, ridge=None, state=None):
-    """(o, state) of q, k (B, T, H, K) and v (B, T, H, V): the papers' formulas, a step at a time, with the whole
-    transition matrix of a delta rule. alpha: the decay (H,), (B, T, H) or (B, T, H, K)."""
+    """Return (o, state) for q, k (B, T, H, K) and v (B, T, H, V), by the papers' formulas, a step at a time. Delta
+    rules use their whole transition matrix. alpha: the decay (H,), (B, T, H) or (B, T, H, K)."""
     B, T, heads, V = v.shape
     q, k = q.expand(B, T, heads, -1), k.expand(B, T, heads, -1)
     eye = torch.eye(k.shape[3], dtype=v.dtype, device=v.device)
@@ -81,7 +87,7 @@ def recurrence(q, k, v, alpha=None, bonus=None, beta=None, ridge=None, state=Non
 
 
 def scan_true(update, h0=None, cu_seqlens=None, reverse=False, **a):
-    """Longhorn's Algorithm 1 and its Eq. 6, and Mamba's scan, for each packed sequence alone."""
+    """Compute Longhorn's Algorithm 1, its Eq. 6 or Mamba's scan, for each packed sequence alone."""
     ends = [0, a["x"].shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     turned = lambda v: v.flip(1) if reverse else v
     ys = []
@@ -95,8 +101,8 @@ def scan_true(update, h0=None, cu_seqlens=None, reverse=False, **a):
 
 
 def one_scan(update, x, dt, k, q, A=None, D=None, z=None, dt_bias=None, h0=None):
-    """A scan as a `recurrence` with one head per channel and values of width 1. k, q: (B, T, N), or (B, T, D, N) with
-    different ones per channel."""
+    """Compute a scan as a `recurrence` with one head per channel and values of width 1. k, q: (B, T, N), or
+    (B, T, D, N) if they differ between channels."""
     logit = dt if dt_bias is None else dt + dt_bias
     k, q = (a if a.dim() == 4 else a[:, :, None] for a in (k, q))
     state = shown(h0)
@@ -115,7 +121,8 @@ def one_scan(update, x, dt, k, q, A=None, D=None, z=None, dt_bias=None, h0=None)
 
 
 def wkv4_true(k, v, decay, bonus, num=None, den=None, max=None):
-    """A `recurrence` per channel with keys e^k and two values, v and 1, whose results are divided."""
+    """Compute wkv4 as a `recurrence` per channel with keys e^k and two values, v and 1. The result for v is divided by
+    the result for 1."""
     one = torch.ones_like(k)
     state = None if den is None else (torch.stack([num, den], -1) * max.exp()[..., None])[:, :, None]  # (B, D, 1, 2)
     o, S = recurrence(shown(one), shown(k.exp()), torch.stack([v, one], -1), (-decay).exp(), bonus.exp(), state=state)
@@ -146,7 +153,7 @@ def attention_true(q, k, v, past_k=None, past_v=None, window=None):
 # ------------------------------------------------------------------------------------------------------------ arguments
 
 def inputs(update, B, T, D, N, dtype=F32, key=1.0, logit=None, value=1.0, without=()):
-    """Random arguments of a scan; `logit` sets dt to +- that, `key` and `value` scale k and x."""
+    """Return random arguments of a scan. `logit`: dt is +-logit everywhere. `key` and `value` scale k and x."""
     rand = functools.partial(torch.randn, generator=generator())
     dt = 2 * rand(B, T, D) if logit is None else logit * rand(B, T, D).sign()
     a = dict(x=value * rand(B, T, D), dt=dt, k=key * rand(B, T, N), q=rand(B, T, N), D=rand(D), z=rand(B, T, D),
@@ -154,7 +161,7 @@ def inputs(update, B, T, D, N, dtype=F32, key=1.0, logit=None, value=1.0, withou
     a = {n: v.to(dtype) if n in ("x", "dt", "k", "q", "z") else v for n, v in a.items() if n not in without}
     if update.startswith("mamba"):
         a["A"] = -torch.rand(D, N, generator=generator(5)) * 4
-        a["dt"] = a["dt"].clamp(max=30)  # with a delta of 1000 the state overflows in the loop too
+        a["dt"] = a["dt"].clamp(max=30)  # with a delta of 1000 the state would overflow in the loop too
         if update != "mamba":  # dt is delta itself, so it must be positive
             a.update({n: a[n].abs() / 4 for n in ("dt", "dt_bias") if n in a})
     return a
@@ -178,7 +185,7 @@ def conv_inputs(B, T, D, W, dtype=F32, bias=True, state=True):
 
 
 def attention_inputs(case, T, B=2, H=3, K=5, V=7, past=9):
-    """Arguments of linear_attention.py's operators and of softmax attention."""
+    """Return random arguments for the operators of linear_attention.py and for softmax attention."""
     rand = functools.partial(torch.randn, generator=generator(T), dtype=F64)
     if case == "wkv4":
         return {"k": 2 * rand(B, T, H), "v": rand(B, T, H), "decay": rand(H).exp(), "bonus": rand(H),
@@ -210,7 +217,7 @@ DELTA = ("delta_rule", "gated_delta_rule", "kda")
 
 
 def sizes(**choices):
-    """As many as the longest list of choices has; shorter ones begin again."""
+    """Return as many sizes as the longest list of choices has. Shorter lists start over."""
     n = max(map(len, choices.values()))
     return [{name: values[i % len(values)] for name, values in choices.items()} for i in range(n)]
 
@@ -270,7 +277,7 @@ def wkv4_run(backend="", num=None, den=None, max=None, **a):
 
 
 def wkv4_seen(a):
-    """The results that mean something: the state's maximum only scales num and den."""
+    """Return the results without the state's maximum, which only scales num and den."""
     return {"y": a["y"], "mean": a["num"] / a["den"], "weight": a["den"].log() + a["max"]} if "num" in a else a
 
 
@@ -337,20 +344,19 @@ def timed(row, a):
 
 
 def cast(row, a, dtype):
-    """The arguments in a dtype. In 16 bits, states and arguments without a time dimension stay float32, as in a model.
-    """
+    """Return the arguments in a dtype. In 16 bits, states and arguments without a time dimension stay float32."""
     half = timed(row, a) if dtype.itemsize == 2 else a
     return {n: v.to(dtype if n in half else F32) for n, v in a.items()}
 
 
 def bare(row, a):
-    """The arguments without states and optional ones."""
+    """Return the arguments that are neither states nor optional."""
     return {n: v for n, v in a.items() if n not in (*row.states, *row.optional)}
 
 
 def graded(f, a, only=None):
-    """f's results for these arguments (a single tensor is "y") and the gradient of each argument, from fixed random
-    gradients of all results, or of `only` one."""
+    """Return f's results for these arguments (a single tensor is "y"), and the gradient of each argument. The results
+    get fixed random gradients. `only`: the name of the only result that gets one."""
     a = {n: v.detach().requires_grad_() for n, v in a.items()}
     y = f(**a)
     y = {"y": y} if torch.is_tensor(y) else y
@@ -363,13 +369,13 @@ def graded(f, a, only=None):
 
 
 def distance(got, true, terms=0.0):
-    """The error relative to the norm of the true result, or of the terms that it sums; relative to TINY for zeros."""
+    """Return the error relative to the true result's norm, or to `terms`, the norm of what it sums, if larger."""
     return ((got.double() - true).norm() / (max(true.norm().item(), terms) + TINY)).item()
 
 
 def allowed(got, true, factor=16):
-    """The allowed error relative to the norm: `factor` eps of the dtype used to compute. A 16-bit result may also be
-    off by half a unit, or by 0.32 on average over many numbers."""
+    """Return the allowed error relative to the norm: `factor` eps of the dtype used to compute. A 16-bit result may
+    also be off by half a unit in the last place, or by 0.32 units on average over many numbers."""
     if got.dtype.itemsize > 2:
         return factor * torch.finfo(got.dtype).eps
     # float16 results below 6e-5 are subnormal: there the rounding error is absolute
@@ -378,10 +384,10 @@ def allowed(got, true, factor=16):
 
 
 def wrong(name, a, backend="", only=None, slack=None, run=None, true=None, tolerance=None, **how):
-    """Where `run` gets an operator or its gradients wrong: {result: (error, tolerance)}; empty if it agrees.
+    """Return where `run` gets an operator or its gradients wrong: {result: (error, tolerance)}, or {} if it agrees.
 
-    The truth is computed from the same arguments in float64. run, true: functions to use instead of the row's; slack:
-    {result: an error that is allowed}; how: further arguments of both.
+    The truth is computed from the same arguments in float64. run, true: functions to use instead of the row's. slack:
+    {result: an error that is allowed}. how: further arguments for both functions.
     """
     row = OPERATORS[name]
     run = run or functools.partial(row.run, backend=backend)
@@ -389,8 +395,8 @@ def wrong(name, a, backend="", only=None, slack=None, run=None, true=None, toler
     got = graded(lambda **a: row.seen(run(**a, **how)), a, only)
     assert got["y"].dtype == next(iter(a.values())).dtype
     want = graded(lambda **a: row.seen(true(**a, **how)), double(a), only)
-    # a parameter's gradient is a sum over batch and time, where terms may cancel and their rounding errors do not; and
-    # a state may fade to almost nothing over time
+    # A parameter's gradient is a sum over batch and time: its terms may cancel, but their rounding errors do not. A
+    # state may fade to almost nothing over time.
     cancels = ["d" + n for n in a if n in row.cancels or n not in timed(row, a)]
     beyond = {}
     for n, value in want.items():
@@ -403,7 +409,7 @@ def wrong(name, a, backend="", only=None, slack=None, run=None, true=None, toler
 
 @contextlib.contextmanager
 def what_autograd_keeps():
-    """{address: bytes} of the memory that autograd saves for the backward in this context."""
+    """Yields {address: bytes} of the memory that autograd saves for the backward in this context."""
     kept = {}
 
     def pack(v):
@@ -415,7 +421,7 @@ def what_autograd_keeps():
 
 
 def in_halves(run, name):
-    """`run` with this argument as one of two `halves`, the gate as the second, so that its gradient is every other
+    """Return `run` with this argument passed as one of two `halves` (z as the second). Its gradient then is every other
     piece of memory."""
     def run_half(**a):
         return run(**a | {name: ops.halves(torch.cat([a[name], a[name]], -1))[name == "z"]})
@@ -443,7 +449,7 @@ def source_text(source=build.SCAN):
 
 
 def with_mistake(text, place, mistake):
-    """The source with `mistake` in front of the line that a comment marks as `test: place`."""
+    """Return the source with `mistake` in front of the line that a comment marks as `test: place`."""
     text, n = re.subn(rf"(?m)^.*\btest: {place}$", lambda line: f"{mistake} {line[0]}", text)
     assert n == 1, place
     return text
@@ -459,14 +465,16 @@ def source_of(update):
     return source_text(build.source_of(update).path)
 
 
-# Compiling takes most of these tests' time: no optimisation, and C++17, whose headers are faster to compile.
+# Compiling takes most of these tests' time. So we do not optimise, and use C++17, whose headers compile faster.
 # Without -fno-gnu-unique all kernels of a process would share the shim's variables, whatever their THREADS.
 FLAGS = ("-O0", "-std=c++17", "-shared", "-fPIC", "-fno-gnu-unique")
 
 
 def load_shim(folder, update, *key, source=None, flags=FLAGS, threads=THREADS):
-    """A module of the kernels for update, dtype, P, L (or "conv", dtype, W, channels per lane, or "loss", dtype, room),
-    with a driver that runs them on the CPU."""
+    """Compile kernels with a driver that runs them on the CPU, and return their module.
+
+    update, *key: an update, dtype, P, L; or "conv", dtype, W, channels per lane; or "loss", dtype, room.
+    """
     text = f'#include "{SHIM}"\n{source or source_of(update)}\n#include "{DRIVER}"\n'
     command = [COMPILER, *flags, "-Wno-unknown-pragmas", "-DLONGHORN_SHIM", f"-DTHREADS={threads}",
                *cuda.defines(update, *key)]
@@ -484,8 +492,10 @@ def load_shim(folder, update, *key, source=None, flags=FLAGS, threads=THREADS):
 
 
 def use(monkeypatch, module, segments=1):
-    """Have backend='cpu' launch the CUDA kernels of `module` as on a GPU, or of a pair of modules for the forward and
-    the backward, with a scan's T split into `segments`."""
+    """Have backend='cpu' launch the CUDA kernels of `module` as on a GPU, with a scan's T split into `segments`.
+
+    module: one module, or a pair of modules for the forward and the backward.
+    """
     class ShimKernels(launch.Kernels):
         def __init__(self, args_class, x, update=None, rows=None, gated=True, backward=False, **sizes):
             (B, T, D), self.dtype, self.device = x.shape, x.dtype, x.device
@@ -513,7 +523,8 @@ def use_alone(monkeypatch, module):
 
 
 def loss_wrong(logits, targets):
-    """What the loss kernel gets wrong: the targets' log-probabilities, or the gradient that replaces the logits."""
+    """Return what the loss kernel gets wrong: the targets' log-probabilities, or the gradient that replaces the logits.
+    """
     log_p = logits.double().log_softmax(1)
     p = log_p.exp()
     of_targets = log_p.gather(1, targets[:, None])[:, 0]
@@ -536,7 +547,8 @@ def native_scan(**a):
 
 
 def conv_wrong(dtype, W, B, T, D, run=conv_run, **how):
-    """Where the convolution is wrong, with and without the optional arguments, the latter with two gradients."""
+    """Return where the convolution is wrong, with the optional arguments and without. Without them, two gradients
+    reach the result."""
     a = conv_inputs(B, T, D, W, dtype)
     bare = conv_inputs(B, T, D, W, dtype, bias=False, state=False)
     twice = lambda f: lambda **a: {"y": (y := f(**a)["y"]), "again": ops.again(y)}

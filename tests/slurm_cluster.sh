@@ -1,18 +1,18 @@
 #!/bin/bash
-# A Slurm cluster of this one machine, for as long as a command runs; as root, on Debian or Ubuntu:
+# Runs a command in a Slurm cluster of this one machine; as root, on Debian or Ubuntu:
 #
 #   tests/slurm_cluster.sh python -m pytest tests/test_cluster.py
 #
-# It has four CPUs and two GPUs, whatever the machine has, and no accounting. It installs slurm-wlm and munge where they
-# are missing, keeps everything of its own in /tmp/slurm_cluster, and refuses where the machine is part of a cluster.
+# The cluster has four CPUs and two GPUs, whatever the machine has, and no accounting. The script installs slurm-wlm and
+# munge if they are missing, and keeps its files in /tmp/slurm_cluster. It refuses if the machine is part of a cluster.
 set -euo pipefail
 STATE=/tmp/slurm_cluster NODE=$(hostname -s)
 fail() { echo "tests/slurm_cluster.sh: error: $*" >&2; exit 2; }
 
-[ "$(id -u)" = 0 ] || fail "only root can set up a cluster: run it as root, in a container say"
-[ ! -e /etc/slurm/slurm.conf ] || fail "/etc/slurm/slurm.conf: this machine is in a cluster already; take a container"
+[ "$(id -u)" = 0 ] || fail "only root can set up a cluster: run this as root, for example in a container"
+[ ! -e /etc/slurm/slurm.conf ] || fail "/etc/slurm/slurm.conf: this machine is already in a cluster: use a container"
 if ! command -v slurmctld slurmd munged > /dev/null; then
-    command -v apt-get > /dev/null || fail "no slurmctld, slurmd and munged, and no apt-get to install them"
+    command -v apt-get > /dev/null || fail "slurmctld, slurmd or munged is missing, and so is apt-get: install them"
     apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends slurm-wlm munge
 fi
 stop() {
@@ -22,7 +22,7 @@ stop() {
     done
     rm -rf $STATE
 }
-stop  # what a killed one left
+stop  # removes what a killed cluster left
 trap stop EXIT
 mkdir -p -m 755 $STATE/spool $STATE/state $STATE/munge
 head -c 1024 /dev/urandom > $STATE/munge/key
@@ -65,7 +65,7 @@ NodeName=$NODE NodeAddr=127.0.0.1 CPUs=4 Gres=gpu:2 State=UNKNOWN
 PartitionName=cpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 END
 export SLURM_CONF=$STATE/slurm.conf
-trap 'scancel --user=root; while [ -n "$(squeue -h)" ]; do sleep 0.2; done; stop' EXIT  # jobs of tests that failed
+trap 'scancel --user=root; while [ -n "$(squeue -h)" ]; do sleep 0.2; done; stop' EXIT  # cancels jobs of failed tests
 slurmctld
 slurmd
 for _ in $(seq 60); do
