@@ -287,7 +287,7 @@ class Initial:
             step = self.meta["step"] + 0  # TypeError unless it is a number
             if wrong := misfit(self.weights, model):
                 if self.changed:
-                    self.changed.append("leave these settings out, in config files too, to take its values")
+                    self.changed.append("leave these settings out, also of config files, to use the checkpoint's")
                 raise ConfigError("; ".join([f"{origin}: its weights do not fit this model: {wrong}", *self.changed]))
             model.load_state_dict(self.weights)
         self.weights = None

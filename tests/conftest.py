@@ -35,7 +35,7 @@ def nursery():
     from unittest import mock
 
     folders = os.pathsep.join(str(folder) for folder in Path(__file__).resolve().parents[:2])
-    multiprocessing.forkserver._forkserver._stop()  # a test of bench/step.py may have left its own; only one can run
+    multiprocessing.forkserver._forkserver._stop()  # only one can run; a test of bench/step.py may have left its own
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["faults", "torch._dynamo"])  # DistributedDataParallel imports torch._dynamo
     with mock.patch.dict(os.environ, PYTHONPATH=folders, OMP_NUM_THREADS="1"):

@@ -65,7 +65,7 @@ def left_behind(path):
 
 
 def write_folder(folder, train=1000, val=200, vocab_size=256, **meta):
-    """Write a finished data folder, and return its path. train, val: tokens, or how many random tokens."""
+    """Write a finished data folder, and return its path. train, val: tokens, or a number of random tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     splits = {}

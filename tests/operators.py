@@ -421,8 +421,8 @@ def what_autograd_keeps():
 
 
 def in_halves(run, name):
-    """Return `run` with this argument passed as one of two `halves` (z as the second). Its gradient then is every other
-    piece of memory."""
+    """Return `run` with this argument passed as one of two `halves` (z as the second). Its gradient then lies in
+    every other piece of memory."""
     def run_half(**a):
         return run(**a | {name: ops.halves(torch.cat([a[name], a[name]], -1))[name == "z"]})
     return run_half
@@ -547,8 +547,8 @@ def native_scan(**a):
 
 
 def conv_wrong(dtype, W, B, T, D, run=conv_run, **how):
-    """Return where the convolution is wrong, with the optional arguments and without. Without them, two gradients
-    reach the result."""
+    """Return where the convolution is wrong, with the optional arguments and without. Without them, the result gets
+    two gradients."""
     a = conv_inputs(B, T, D, W, dtype)
     bare = conv_inputs(B, T, D, W, dtype, bias=False, state=False)
     twice = lambda f: lambda **a: {"y": (y := f(**a)["y"]), "again": ops.again(y)}
