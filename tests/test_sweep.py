@@ -1,4 +1,4 @@
-"""Sweeps on a stand-in for train.py that takes no time, the plans of presets, and the paper's settings.
+"""Sweeps of a stand-in for train.py that takes no time, the plans of presets, and the paper's settings.
 
 test_chaos.py kills sweeps of train.py itself; test_cluster.py runs them under Slurm and Ray.
 """
@@ -43,12 +43,12 @@ def run(cells, folder, script, jobs=2, nproc=1, gpus=()):
 
 @pytest.fixture
 def drive_gated(start, tmp_path, stand_in):
-    """drive_gated(n): a driver of n cells, the first two of which wait until the file `gate` exists."""
+    """drive_gated(n) starts a driver of n cells. The first two cells wait until the file `gate` exists."""
     return lambda n=4: drive(start, tmp_path, stand_in, gated(tmp_path, n))
 
 
 def has_run(folder, *checkpoints, finished=False):
-    """The files of a run that has begun and kept checkpoints of these steps."""
+    """Write the files of a run that has begun and has kept checkpoints of these steps."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text("{}")
     for step in checkpoints:
@@ -61,7 +61,7 @@ def environment_of(folder):
     return json.loads((folder / "env").read_text())
 
 
-def test_it_runs_what_is_not_finished_and_reports_failures(tmp_path, stand_in, capsys):
+def test_unfinished_cells_run_and_failures_are_reported(tmp_path, stand_in, capsys):
     cells = [Cell("bad", ["--fail=b"]), Cell("quiet", ["--quiet=1"]), Cell("a", []), Cell("done", [])]
     has_run(tmp_path / "done", finished=True)
     failed = run(cells, tmp_path, stand_in, jobs=1)
@@ -73,19 +73,19 @@ def test_it_runs_what_is_not_finished_and_reports_failures(tmp_path, stand_in, c
                   "0 queued, 0 running, 2 done, 2 failed", "2 of 4 cells are finished"):
         assert words in printed
     cells[0].argv = cells[1].argv = []
-    assert run(cells, tmp_path, stand_in) == {}  # the failures again
+    assert run(cells, tmp_path, stand_in) == {}  # runs the failures again
     assert [cell_events(tmp_path, name).count("started") for name in ("bad", "a")] == [2, 1]
 
 
 @pytest.mark.parametrize("printed, why", [
     ("a.py: error: no data\nSee the manual.", "a.py: error: no data"), ("Killed\n-----\nsubmitit INFO bye", "Killed"),
     ("", "it printed nothing")])
-def test_why_a_cell_failed_is_what_its_last_try_said(tmp_path, printed, why):
+def test_a_cell_failed_for_the_reason_that_its_last_try_printed(tmp_path, printed, why):
     (tmp_path / "out.txt").write_text(f"$ train.py\na.py: error: old\n$ train.py\n{printed}\n")
     assert runner.last_words(tmp_path / "out.txt", "exit 2") == f"{why} (exit 2; all of it in {tmp_path}/out.txt)"
 
 
-def test_so_many_at_a_time(tmp_path, stand_in, monkeypatch):
+def test_as_many_cells_run_at_a_time_as_jobs_says(tmp_path, stand_in, monkeypatch):
     """With three cells on eight cores, each gets two threads."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(engines, "cores", lambda: 8)
@@ -106,7 +106,7 @@ sweep.py paper longhorn --sizes=120M --nproc=1 --jobs=3  2  3 at a time
 
 
 @pytest.mark.parametrize("line, gpus, words", table(BESIDE_EACH_OTHER))
-def test_an_experiment_says_how_many_cells_run_beside_each_other(monkeypatch, line, gpus, words):
+def test_an_experiment_says_how_many_cells_run_at_a_time(monkeypatch, line, gpus, words):
     monkeypatch.setattr(runner, "cores", lambda: 6)
     monkeypatch.setattr(runner, "visible_gpus", lambda: list(range(int(gpus))))
     program, *argv = line.split()
@@ -115,11 +115,11 @@ def test_an_experiment_says_how_many_cells_run_beside_each_other(monkeypatch, li
 
 @pytest.mark.parametrize("seconds, words", [(599, "599 s"), (600, "10 min"), (5970, "100 min"), (6000, "1.7 h"),
                                             (3.6e7, "10,000.0 h")])
-def test_durations_in_words(seconds, words):
+def test_durations_have_a_fitting_unit(seconds, words):
     assert runner.hours(seconds) == words
 
 
-def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
+def test_each_cell_has_a_gpu_or_nproc_gpus_of_its_own(tmp_path, stand_in, monkeypatch):
     devices = lambda cells: {environment_of(tmp_path / c.name)["CUDA_VISIBLE_DEVICES"] for c in cells}
     cells = [Cell(f"c{i}", ["--together=2"]) for i in range(4)]
     run(cells, tmp_path, stand_in, gpus=["4", "7"])
@@ -132,7 +132,7 @@ def test_one_a_gpu_and_torchrun_over_all(tmp_path, stand_in, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children that their parent died")
-def test_cells_of_a_killed_driver_save_while_the_next_ones_wait(tmp_path, drive_gated):
+def test_cells_of_a_killed_driver_save_while_those_of_the_next_driver_wait(tmp_path, drive_gated):
     driver = drive_gated()
     wait_until(both_have(tmp_path, "held"))
     driver.kill()
@@ -161,7 +161,7 @@ def test_a_sweep_has_one_driver(tmp_path, drive_gated):
 
 
 def test_a_killed_cell_goes_on_if_it_got_further(tmp_path, drive_gated):
-    """Otherwise it has failed: whatever kills it would do so forever."""
+    """Otherwise it has failed: it would be killed again and again."""
     driver = drive_gated(2)
     wait_until(both_have(tmp_path, "held"))
     (tmp_path / "c0" / "checkpoint-0.safetensors").touch()
@@ -190,11 +190,11 @@ def test_a_plan_grows_and_a_cell_that_began_keeps_its_arguments(tmp_path):
     assert runner.read_plan(tmp_path) == {"preset": "laptop", "models": ["gla", "mamba"], "cells": {
         "a": {"seed": 1, "argv": ["--d_state=8"]}, "b": {"seed": 2, "argv": ["y"]}}}
     began = ["--d_state=16", "--eval_batch_size=32"]
-    runner.write_plan(tmp_path, [Cell("a", began)])  # nothing ran yet
+    runner.write_plan(tmp_path, [Cell("a", began)])  # nothing has run yet
     has_run(tmp_path / "a")
     with pytest.raises(ConfigError, match="a in .* ran with other arguments .d_state=16, d_state=8.: choose another"):
         runner.write_plan(tmp_path, [Cell("a", ["--d_state=8"])])
-    cell = Cell("a", ["--d_state=16", "--eval_interval=9"])  # what changes no result may differ
+    cell = Cell("a", ["--d_state=16", "--eval_interval=9"])  # settings that change no result may differ
     runner.write_plan(tmp_path, [cell])
     assert cell.argv == runner.read_plan(tmp_path)["cells"]["a"]["argv"] == began
 
@@ -209,7 +209,7 @@ def test_a_sweep_is_the_papers_if_all_of_its_commands_are(tmp_path):
     assert found == [True, True, False, False]
 
 
-@pytest.mark.parametrize("recorded, said", [  # two versions: one of them is this one
+@pytest.mark.parametrize("recorded, said", [  # if there are two versions, one is the present code
     (["1"], None), (["2"], "cafe0: model.py"), (["2", "1"], None), ([], None)])
 def test_a_sweep_of_other_code_goes_on_and_says_so(tmp_path, monkeypatch, capsys, recorded, said):
     now = {"code": "abcd", "code_files": {"model.py": "1", "sweep.py": "7"}}
@@ -240,11 +240,11 @@ def every_cell(preset):
     return search + sweep.reported_cells(preset, rates)
 
 
-def test_the_paper_preset_is_the_papers():
+def test_the_paper_preset_has_the_papers_settings():
     """Compared with Section 5.2 and Table 5, written out by hand."""
     cells = every_cell(sweep.PRESETS["paper"])
     sizes = {"120M": (12, 768, 12, 4800, 6e-4), "350M": (24, 1024, 16, 13500, 3e-4)}
-    # min_lr -1 and warmup_iters -1: a tenth of the peak, 5% of the steps
+    # min_lr -1 is a tenth of the peak, warmup_iters -1 is 5% of the steps
     same = dict(batch_tokens=524288, dataset="openwebtext", vocab_size=50304, schedule="cosine", beta1=0.9, beta2=0.95,
                 weight_decay=0.1, grad_clip=1.0, min_lr=-1, warmup_iters=-1, eval_block_size=0)
     for c in cells:
@@ -260,7 +260,7 @@ def test_the_paper_preset_is_the_papers():
 
 @pytest.mark.parametrize("argv, search, seed", [
     (["duel", "longhorn", "mamba"], 2 * (4 + 3) * 4, 2 * 2 * 16 * 3), (["laptop"], 6 * 2 * 4, 6 * (5 + 3) * 3)])
-def test_runs_of_a_preset_differ_in_nothing_else(argv, search, seed):
+def test_runs_of_a_preset_differ_only_as_planned(argv, search, seed):
     """Counted by hand: families x seeds x rates, families x seeds x budgets, and one cosine per size."""
     preset = chosen(*argv)
     cells = every_cell(preset)
@@ -293,9 +293,9 @@ def test_families_have_about_longhorns_number_of_parameters(preset, size, within
         assert cell.at["parameters"] == pytest.approx(cells[0].at["parameters"], rel=float(within))
 
 
-def test_the_law_is_a_family_and_size_after_the_other():
-    """Budgets in MB and seeds, by hand. Of a seed of Longhorn's the longest run is trained whole, of the shorter ones
-    the last fifth."""
+def test_the_law_runs_one_family_and_size_after_another():
+    """Budgets in MB and seeds are written out by hand. A seed's longest run is trained from the start, and its shorter
+    runs only in their last fifth."""
     preset = chosen("law", "longhorn", "gla", "llama")
     cells = sweep.reported_cells(preset, dict.fromkeys(itertools.product(preset.models, preset.sizes), 2e-3))
     budgets, places = [16, 8, 4, 2, 1, 0.5], []
@@ -321,14 +321,14 @@ def test_the_law_on_a_gpu_is_a_ladder_to_the_papers_120M(monkeypatch, capsys):
         assert sorted(found) == pytest.approx([20, 20, 43, 43, 93, 93, 200, 200], rel=0.01)
     assert cells[-1].at["parameters"] == pytest.approx(128.6e6, rel=1e-3)  # the paper's 120M
     monkeypatch.setattr(runner, "visible_gpus", lambda: ["0"])
-    for named in [], ["--gpu=H100"]:  # a GPU that is here, or one that need not be
+    for named in [], ["--gpu=H100"]:  # a GPU that is here, or a named GPU that need not be
         assert sweep.main(["law", "longhorn", "--dry-run", *named]) == 0
         monkeypatch.undo()
         assert "=out/scaling_law_gpu/longhorn_8M_" in capsys.readouterr().out
 
 
-def test_rates_of_a_width():
-    """The line through three rates by hand, in powers of two: a slope of -1/2 with an error of sqrt(1/12). With two
+def test_rates_of_a_width_come_from_the_line_through_other_widths():
+    """By hand, in powers of two, the line through three rates has a slope of -1/2 with an error of sqrt(1/12). With two
     rates, the last one is scaled by 1 / width."""
     found = {2**6: 2**-8, 2**7: 2**-9, 2**8: 2**-9}
     assert sweep.rate_by_width(found, 32) == pytest.approx(2 ** (-26 / 3 + 1))
@@ -336,12 +336,12 @@ def test_rates_of_a_width():
     assert (line.slope, line.stderr) == pytest.approx((-0.5, 12**-0.5))
     assert sweep.rate_by_width({64: 5e-3, 128: 3e-3}, 96) == pytest.approx(4e-3)
 
-    # a search begins a factor of 2 apart around .5 / width on a GPU
+    # on a GPU, a search begins with rates a factor of 2 apart around 0.5 / width
     assert sweep.first_rates(3, sweep.PRESETS["law_gpu"].rate_times_width / 256) == [9.77e-4, 1.95e-3, 3.91e-3]
 
 
-def test_the_numbers_of_a_plan_at_budgets_that_do_not_divide(capsys):
-    """333 and 101 steps of 1,024 tokens: a fifth is decay, and a branch trains only from where it leaves its trunk."""
+def test_the_numbers_of_a_plan_are_right_at_budgets_that_do_not_divide(capsys):
+    """333 and 101 steps of 1,024 tokens: a fifth is decay, and a branch trains only after it leaves its trunk."""
     preset = chosen("duel", "longhorn", "mamba", "--sizes=460K", "--steps=333", "--budgets=101", "--seeds=1")
     trunk, branch = sweep.seed_cells(preset, "longhorn", "460K", 2e-3, 1001, {333, 101})
     assert "--keep_steps=81,266" in trunk.argv and not trunk.after and trunk.at["from"] == 0
@@ -354,7 +354,7 @@ def test_the_numbers_of_a_plan_at_budgets_that_do_not_divide(capsys):
     trained = [333 * 1024, (101 - 81) * 1024]
     per_token = [c.at["flops"] / n for c, n in zip(cells, trained, strict=True)]
     parameters = trunk.at["parameters"]
-    assert per_token[0] == per_token[1] and 5.5 * parameters < per_token[0] < 9 * parameters  # 6 N, and the states
+    assert per_token[0] == per_token[1] and 5.5 * parameters < per_token[0] < 9 * parameters  # 6 N plus the states
     seconds = [8 + 3.9e-5 * n + 1.12e-11 * c.at["flops"] for c, n in zip(cells, trained, strict=True)]
     assert [c.seconds for c in cells] == pytest.approx(seconds)
     trunk.seconds, branch.seconds = 9000, 3000
@@ -367,7 +367,7 @@ def test_the_numbers_of_a_plan_at_budgets_that_do_not_divide(capsys):
 
 
 def test_the_hours_of_a_loop_over_time_are_timed(monkeypatch, capsys):
-    """By a clock that only a mixer moves, in each of two layers; the fastest of three micro-batches counts."""
+    """Only the mixers of the two layers move the clock. The fastest of three micro-batches counts."""
     now, takes = [0], iter([9, 9, 3, 3, 5, 5])
 
     class Slow(SwiGLU):
@@ -390,12 +390,13 @@ def test_the_hours_of_a_loop_over_time_are_timed(monkeypatch, capsys):
         assert ("AMD" in said) == larger
 
 
-# An H200 reached 324,386 tokens per second with 23.3 GB. An H100 has its peak, an A100 312 of 989 TFLOP/s. Mamba was
-# not measured, and its 350M takes 2.26e9 FLOPs per token. A run keeps three checkpoints of 12 bytes per parameter.
+# An H200 reached 324,386 tokens per second with 23.3 GB. An H100 has the same peak, 989 TFLOP/s, and an A100 has 312.
+# Mamba was not measured, and its 350M takes 2.26e9 FLOPs per token. A run keeps three checkpoints of 12 bytes per
+# parameter.
 MINUTES = 4800 * 524288 / 324386 / 8 / 60
-WAITS = 4800 * 0.0649087  # seconds; of steps of 8 sequences on an H200, where Python was the limit
+WAITS = 4800 * 0.0649087  # seconds, for steps of 8 sequences on an H200, where Python was the limit
 SHARE = 4800 * 524288 * 783.9e6 / 2250e12 / 64 / WAITS
-# what the line adds to `paper longhorn mamba --dry-run`; how many times the next words are said; others
+# arguments after `paper longhorn mamba --dry-run`; how many times the next words are printed; other words
 PLANS = f"""
 --gpu=H100 --gpus=8            8  torchrun --standalone --nproc_per_node=8 train.py
         longhorn 120M 128.6M 2.517B 32 23 of 80 GB 26%, measured {MINUTES:.0f} min 1
@@ -422,7 +423,7 @@ PLANS = f"""
 
 
 @pytest.mark.parametrize("line, times, words, others", [(*row[:3], row[3:]) for row in table(PLANS)])
-def test_a_plan_for_gpus_that_are_named_and_not_here(monkeypatch, line, times, words, others):
+def test_a_plan_can_be_for_gpus_that_are_not_here(monkeypatch, line, times, words, others):
     monkeypatch.setattr("data.prepared.find_dataset", lambda name: Path("nothing"))
     argv = ["paper", "longhorn", "mamba", "--dry-run", *shlex.split(line)]
     said = re.sub(r"[ |]+", " ", succeed(argv, program="experiments/sweep.py").out)
@@ -430,7 +431,7 @@ def test_a_plan_for_gpus_that_are_named_and_not_here(monkeypatch, line, times, w
 
 
 def test_the_hours_of_a_plan_follow_its_order():
-    """Searches first, then the trunk of 50 s beside others, then its branch; then the next family, if one by one."""
+    """Searches run first, then the trunk of 50 s beside others, then its branch. Families can run one by one."""
     at = lambda model, stage: {"model": model, "stage": stage, "parameters": 1e9, "tokens": 1, "flops": 1}
     cells = [Cell(name, [], at(model, stage), seconds, after) for name, model, stage, seconds, after in (
         ("trunk", "gla", "seed", 50, ""), ("search", "gla", "search", 9, ""), ("other", "gla", "seed", 20, ""),
@@ -442,8 +443,10 @@ def test_the_hours_of_a_plan_follow_its_order():
 
 
 def row_of_plan(line, gigabytes=9999, nproc=6, records=(), **waiting):
-    """Of a run with 60e9 parameters, 10e9 of them in the embedding: micro-batch, memory, share, seconds; and what it
-    adds to the arguments. A quarter of six H100s' peak does it in 3000 seconds; a step is 30 sequences, 3 at a time."""
+    """The row of one run in a plan: micro-batch, memory, share of the peak, seconds and the arguments that it adds.
+
+    The run has 60e9 parameters, 10e9 of them in the embedding. A quarter of the peak of six H100s takes 3000 seconds. A
+    step is 30 sequences, 3 at a time."""
     at = {"model": "gla", "size": "60B", "parameters": 60e9, "embedding": 10e9, "tokens": 3e8, "from": 300_000,
           "flops": 3000 * 6 * 989e12 / 4}
     config = sweep.load("--n_layer=5 --n_embd=1000 --vocab_size=50000 --block_size=1000000 --batch_tokens=30000000 "
@@ -454,7 +457,7 @@ def row_of_plan(line, gigabytes=9999, nproc=6, records=(), **waiting):
     return "{micro-batch}: {memory}, {of the peak}, ".format(**at) + f"{cell.seconds:.0f} s {cell.argv}"
 
 
-# 3e6 tokens take 60 x 5 x 1000 + 2 x 50,000 bytes each, so 1200 GB beside 16 x 60; the check at the start 8 seconds
+# 3e6 tokens take 60 x 5 x 1000 + 2 x 50,000 bytes each, so 1200 GB beside 16 x 60. The self-check takes 8 seconds.
 @pytest.mark.parametrize("line, words", table("""
 --dtype=bfloat16           3: 2160 of 9999 GB, 25%, assumed, 3008 s []
 --dtype=float32            3: 3360 of 9999 GB, 25%, assumed, 6008 s []
@@ -470,17 +473,17 @@ def test_a_plan_follows_the_settings_of_a_run(line, words):
     measured = row_of_plan(line, records={("gla", 60e9, 10**6): (3, 0.4, 2000e9), ("gla", 1, 2): (1, 0.6, 3)})
     if "bf" in line:
         words = "3: 2000 of 9999 GB, 40%, measured, 1883 s []"
-    elif "compile" not in line:  # half the time, but for the start
+    elif "compile" not in line:  # half the time, except for the self-check
         words = re.sub("25%(.*) (.*) s", lambda m: f"50%{m[1]} {int(m[2]) // 2 + 4} s", words)
     assert measured == words
 
 
-def test_a_plan_shards_within_a_machine_halves_and_waits_for_python():
+def test_a_plan_shards_within_a_machine_halves_micro_batches_and_waits_for_python():
     assert row_of_plan("--parallel=hsdp", nproc=30).startswith("1: 720 of ")  # 960 / 8 + 80 + 120, and 400
     assert row_of_plan("", 1500) == "1: 1360 of 1500 GB, 25%, assumed, 3008 s ['--micro_batch_size=1']"
     with pytest.raises(ConfigError, match="gla 60B does not fit: one sequence takes 1360.0 GB, and H100 has 1400"):
         row_of_plan("", 1400)
-    steps = "--max_iters=1300000"  # a million, of 2 micro-batches and 5 layers
+    steps = "--max_iters=1300000"  # a million steps of 2 micro-batches and 5 layers
     for waiting, seconds in ({"gla": 1e-3, "llama": 2e-3}, 10008), ({"mamba": 3e-3, "llama": 2e-3}, 30008):
         assert f"%, waits for Python, {seconds} s" in row_of_plan(steps, **waiting)
 
@@ -497,7 +500,7 @@ def test_a_plan_says_which_data_are_missing_or_read_often(tmp_path, capsys):
 
 
 def test_a_plan_counts_the_vocabulary_of_the_dataset(tmp_path):
-    """A row of the embedding, which is also the output's, per token; rounded up to 64 as in train.py."""
+    """Each token is a row of the embedding, which is also the output. Rows are rounded up to 64, as in train.py."""
     counts = {}
     for tokens in (0, 256, 2000):
         if tokens:
@@ -510,14 +513,13 @@ def test_a_plan_counts_the_vocabulary_of_the_dataset(tmp_path):
 
 @pytest.fixture
 def of_a_seed(tmp_path):
-    """of_a_seed(budgets): the cells of Longhorn's seed 1001 at 460K in tmp_path."""
+    """of_a_seed(*budgets): the cells of Longhorn at 460K with seed 1001, in tmp_path."""
     preset = chosen("duel", "longhorn", "mamba")
     return lambda *budgets: sweep.seed_cells(preset, "longhorn", "460K", 2e-3, 1001, budgets, tmp_path)
 
 
-def test_further_budgets_branch_from_what_is_there(tmp_path, of_a_seed):
-    """A shorter, a middle and a longer one, after the trunk has finished; an unfinished trunk cannot be branched
-    from."""
+def test_further_budgets_branch_from_the_checkpoints_that_exist(tmp_path, of_a_seed):
+    """A shorter, an equal and a longer budget follow a finished trunk. An unfinished trunk cannot be branched from."""
     first = of_a_seed(1024)
     runner.write_plan(tmp_path, first)
     more = lambda: of_a_seed(256, 1024, 2048)
@@ -525,12 +527,12 @@ def test_further_budgets_branch_from_what_is_there(tmp_path, of_a_seed):
     has_run(tmp_path / first[0].name, 819, finished=True)
     cells = longer, same, shorter = more()
     assert longer.after == first[0].name and longer.at["from"] == 819 and "--keep_steps=1638" in longer.argv
-    assert not shorter.after and shorter.at["from"] == 0  # nothing was kept before its decay
+    assert not shorter.after and shorter.at["from"] == 0  # no checkpoint from before its decay was kept
     runner.write_plan(tmp_path, cells)
     assert same.argv == first[0].argv  # as it began
-    (tmp_path / first[0].name / "checkpoint-819.safetensors").unlink()  # its owner made room
+    (tmp_path / first[0].name / "checkpoint-819.safetensors").unlink()  # as if deleted to make room
     has_run(tmp_path / longer.name, finished=True)
-    assert [c.at["from"] for c in more()] == [819, 0, 0]  # where it did begin
+    assert [c.at["from"] for c in more()] == [819, 0, 0]  # the finished run keeps its beginning
 
 
 def test_a_run_that_has_begun_goes_on_as_it_began(tmp_path, of_a_seed):
@@ -550,9 +552,9 @@ LARGE = sweep.PRESETS["laptop"].sizes["1.5M"]
 
 @pytest.mark.parametrize("argv, sizes", [
     ("--sizes=1.5M --search=4", {"1.5M": replace(LARGE, search=4)}),
-    ("--sizes=1.5M --sizes=250K:n_embd=96", {  # the smallest has a search, as there is none before it
+    ("--sizes=1.5M --sizes=250K:n_embd=96", {  # the smallest size has a search, since none comes before it
         "1.5M": replace(LARGE, search=2), "250K": replace(SMALL, argv=("--n_embd=96",))})])
-def test_command_line_choices(argv, sizes):
+def test_the_command_line_changes_and_adds_sizes(argv, sizes):
     assert chosen("laptop", "longhorn", *argv.split()).sizes == sizes
 
 
@@ -567,8 +569,8 @@ deltanet@step=implicit,normalize_keys=false    implicit False                  1
 
 
 def test_families_of_a_sweep_share_seeds_unless_a_word_says_otherwise():
-    """A label (a word) gives a family other seeds, a setting keeps them; patterns are families. Settings for every run
-    reach every run."""
+    """A label, which is one word, gives a family other seeds; a setting keeps the seeds. A pattern is a family.
+    Settings for every run reach every run."""
     models = [model for model, *_ in table(LABELS)]
     cells = every_cell(chosen("duel", *models, "--wandb=offline", "--seeds=2", "--budgets=512"))
     assert len({c.name for c in cells}) == len(cells)
@@ -598,8 +600,9 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch, named, seen, ids):
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """pretend(loss): run_cells ends every cell at once with loss(at), None where it diverges; what it ran is listed.
-    fails: names of cells that do not end; read_run takes no record where there is none."""
+    """pretend(loss, fails) makes every cell end at once with loss(at), and returns the growing list of cells that ran.
+
+    A cell whose loss is None has diverged. Cells named in `fails` do not end and have no record."""
     def pretend(loss, fails=()):
         ran = []
 
@@ -635,7 +638,7 @@ def families_reported(folder):
 
 @pytest.mark.parametrize("best, tried, chose", [(3e-3, 4, 3e-3), (2e-2, 6, 2e-2), (1, 7, 6.36e-2), (1e-9, 7, 1.24e-4)])
 def test_a_search_goes_beyond_its_edge_three_times_at_most(tmp_path, pretend, best, tried, chose):
-    """Once it has finished it chooses the same rate again, although by then there are rates beyond the first ones."""
+    """A finished search chooses the same rate again, although it has rates beyond the first ones by then."""
     ran = pretend(lambda at: 1 + math.log(at["learning_rate"] / best) ** 2)
     argv = ["laptop", "gla", "--sizes=460K,1.5M", "--seeds=1", f"--out={tmp_path}"]
     assert sweep.main(argv) == 0
@@ -648,9 +651,9 @@ def test_a_search_goes_beyond_its_edge_three_times_at_most(tmp_path, pretend, be
     assert sweep.main(argv) == 0 and ran == [] and planned(tmp_path, "seed").keys() == seeds.keys()
 
 
-def test_a_law_and_what_follows_it(tmp_path, pretend):
-    """Family by family, with the rates of 60K and 250K from the line; then half the rate, and the first seed
-    continued."""
+def test_a_law_runs_family_by_family_and_goes_on_with_other_presets(tmp_path, pretend):
+    """The rates of 60K and 250K come from the line. law_half then halves a rate, and law_predicted continues the first
+    seed."""
     best = {"130K": 6e-3, "460K": 4e-3, "1.5M": 2e-3}
     ran = pretend(lambda at: 1 + math.log(at["learning_rate"] / best.get(at["size"], 1)) ** 2)
     run = lambda preset: sweep.main([preset, "llama", "longhorn", "--budgets=512", f"--out={tmp_path}"])
@@ -672,20 +675,20 @@ def test_a_law_and_what_follows_it(tmp_path, pretend):
     assert begins.pop("longhorn_130K_28672steps_lr0.006_seed1001") == 13107 and set(begins.values()) == {0}
 
 
-def test_rates_that_diverge_lose_and_a_family_of_which_nothing_ended_is_left_out(tmp_path, pretend):
+def test_rates_that_diverge_lose_and_a_family_that_always_diverged_is_left_out(tmp_path, pretend):
     pretend(lambda at: None if at["model"] == "gla" or at["learning_rate"] > 5e-3 else 1 + at["learning_rate"])
     assert sweep.main(["duel", "longhorn", "gla", "--seeds=1", f"--out={tmp_path}"]) == 0
     assert families_reported(tmp_path) == {"longhorn"}
 
 
-def test_a_stopped_sweep_is_a_line(tmp_path, pretend, monkeypatch):
+def test_a_stopped_sweep_gets_a_line(tmp_path, pretend, monkeypatch):
     pretend(lambda at: 1.0)
     monkeypatch.setattr(runner, "run_cells", mock.Mock(side_effect=KeyboardInterrupt("3 cells are left")))
     stopped = run_program(lambda: sweep.main(["laptop", "gla", "--sizes=460K", f"--out={tmp_path}"]))
     refused(stopped, "stopped: 3 cells are left", quiet=False)
 
 
-def test_a_report_of_a_sweep_is_what_is_asked_for(monkeypatch):
+def test_a_report_of_a_sweep_gets_its_options(monkeypatch):
     monkeypatch.setattr(report, "write", write := mock.Mock(return_value={}))
     assert sweep.main(["report", "a", "--out=b", "--accept_code=c", "--save", "--style=d"]) == 0
     write.assert_called_once_with(Path("a"), Path("b"), accept_code=("c",), save_it=True, style=Path("d"))
@@ -704,8 +707,8 @@ def test_no_rate_is_chosen_while_a_run_of_the_search_is_missing(tmp_path, preten
 
 
 def test_a_sweep_grows_by_what_is_new(tmp_path, pretend, capsys):
-    """By seeds, sizes, budgets and families. The rate that seeds ran at stays, and a label keeps its meaning. --dry-run
-    says what would begin."""
+    """It grows by seeds, sizes, budgets and families. The rate that seeds ran at stays, and a label keeps its meaning.
+    --dry-run says what would begin."""
     ran = pretend(lambda at: 1 + abs(at["learning_rate"] - 3e-3))
 
     def run(*argv):
@@ -720,11 +723,11 @@ def test_a_sweep_grows_by_what_is_new(tmp_path, pretend, capsys):
     assert len(run(*first, "--seeds=2")) == 8 + 4 + 1 and run(*first, "--seeds=2") == []
     rate = next(iter(planned(tmp_path, "seed").values()))["learning_rate"]
     assert run(*first, "--seeds=3") == [f"gla_460K_{steps}steps_lr{rate:g}_seed1003" for steps in (80, 64)]
-    assert run(*first, "--seeds=3", "--budgets=64,96") == [  # a longer one: of two seeds
+    assert run(*first, "--seeds=3", "--budgets=64,96") == [  # a longer budget runs for two seeds
         f"gla_460K_96steps_lr{rate:g}_seed{seed}" for seed in (1001, 1002)]
     assert len(run(*first, "--sizes=80K:n_layer=1,n_embd=64,n_head=1", "--seeds=1")) == 10 + 2 + 1
     assert run("gla", "--sizes=460K", "--seeds=1", "--budgets=48") == [f"gla_460K_48steps_lr{rate:g}_seed1001"]
-    assert len(run("mamba", *first, "--seeds=1")) == 8 + 2 + 1  # its cosine too: it is this command's first
+    assert len(run("mamba", *first, "--seeds=1")) == 8 + 2 + 1  # the cosine too: mamba is this command's first family
     plan = runner.read_plan(tmp_path)
     assert set(plan["sizes"]) == {"460K", "80K"} and plan["models"] == ["gla", "mamba"] and plan["warmup"] == 26
     with pytest.raises(SystemExit):
@@ -773,7 +776,7 @@ def test_mistakes_get_one_line(line, words):
     refuse(line.split(), words, program="experiments/sweep.py")
 
 
-def test_a_config_of_another_model_is_refused_with_the_plan(tmp_path, monkeypatch):
+def test_a_config_of_another_model_is_refused_when_the_plan_is_made(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "config", tmp_path / "config")
     laptop = (ROOT / "config/longhorn_laptop.py").read_text()
     for name, model in (("mine", "mine"), ("yours", "longhorn")):

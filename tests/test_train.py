@@ -1,8 +1,7 @@
 """train.py from the outside: its command line, its records, and that nothing but the settings decides the result.
 
-Most runs happen in this process, through runpy, as `python train.py ...` would run them: importing torch takes longer
-than training a tiny model. What needs processes of its own, kills above all, is in test_chaos.py.
-
+Most runs happen in this process, through runpy, because importing torch takes longer than training a tiny model. Tests
+that need processes of their own, above all to kill them, are in test_chaos.py.
 """
 
 import contextlib
@@ -72,7 +71,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def ran(data):
-    """ran(out, **changes): what a run on words prints; it must succeed. The last three are those of helpers.run."""
+    """ran(out, **changes) trains on words and returns its output; it must succeed. See helpers.run for the rest."""
     def ran(out, base=TINY, LM=LM, draw_loss=no_picture, err=None, **changes):
         return succeed(arguments(data, out, base, **changes), LM, draw_loss=draw_loss, err=err)
     return ran
@@ -89,7 +88,7 @@ def whole(ran, tmp_path_factory):
 # ------------------------------------------------------------------------------------------------------- pure functions
 
 def test_the_default_run_is_the_one_in_its_record():
-    """`make train`'s settings are those of results/longhorn_bpe, whose loss README names, and its size too."""
+    """The settings and the size of `make train` are those of results/longhorn_bpe, whose loss README names."""
     config = read_config("longhorn_bpe")
     ran = ROOT / "results/longhorn_bpe"
     settings = record(ran, "config")["config"]
@@ -118,7 +117,7 @@ def factors(**settings):
     return [train.learning_rate_factor(step, config) for step in range(config.max_iters)]
 
 
-def test_learning_rates_of_each_schedule():
+def test_learning_rates_of_each_schedule_are_right():
     """By hand: the warmup reaches the peak in its last step, and the decay reaches its end in the run's last step."""
     short = {"max_iters": 7, "warmup_iters": 2, "min_lr": 0.4}  # cosine: five steps of a fifth of half a turn
     numbers = lambda text: pytest.approx([*map(float, text.split())], abs=1e-6)
@@ -129,19 +128,19 @@ def test_learning_rates_of_each_schedule():
     assert factors(**flat, schedule="constant") == numbers("0.333333 0.666667 1 1 1 1 1 1 1 1")
     assert factors(**short, schedule="wsd", decay_iters=0)[-2:] == [1, 0.2]  # a decay of one step at least
     assert factors(max_iters=5, warmup_iters=0)[0] < 1 and factors(max_iters=1) == [0.1]
-    assert factors(max_iters=5, warmup_iters=4, min_lr=2.0) == [0.25, 0.5, 0.75, 1, 1]  # the least that is a schedule
+    assert factors(max_iters=5, warmup_iters=4, min_lr=2.0) == [0.25, 0.5, 0.75, 1, 1]  # the shortest schedule
     assert factors(max_iters=6, warmup_iters=2, decay_iters=4, schedule="wsd")[1] == 1
 
 
-def test_the_warmup_and_decay_that_nobody_asked_for():
-    """By default 5% and 20% of the steps, 2 and 7 of 33, down to a tenth of the peak."""
+def test_warmup_and_decay_have_defaults():
+    """They are 5% and 20% of the steps, here 2 and 7 of 33. The rate falls to a tenth of the peak."""
     rates = factors(max_iters=33, schedule="wsd")
     assert rates.index(1.0) == 1 and rates.count(1.0) == 33 - 2 - 7 + 1
     assert rates[-1] == 0.1 == factors(max_iters=33)[-1]
 
 
-def test_defaults():
-    """They are nanoGPT's, or written down in README and --help. Table 5 has others, see below."""
+def test_defaults_are_those_written_down():
+    """They are nanoGPT's, or those in README and --help. The settings of Table 5 are tested below."""
     literal = {"seed": 1337, "batch_tokens": 524288, "max_iters": 4800, "learning_rate": 6e-4, "min_lr": -1,
                "warmup_iters": -1, "decay_iters": -1, "eval_interval": 250, "log_interval": 10,
                "keep_checkpoints": 2, "max_bad_steps": 10,
@@ -151,7 +150,7 @@ def test_defaults():
     assert {name: getattr(config, name) for name in literal} == literal
 
 
-def test_peak_flops_by_the_drivers_name():
+def test_peak_flops_go_by_the_drivers_name():
     known = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989e12, None: None,
              "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H20": 148e12, "NVIDIA A10": 125e12, "NVIDIA A10G": 70e12,
              "NVIDIA RTX A1000": None, "NVIDIA GeForce RTX 4090 Laptop GPU": None}
@@ -174,7 +173,7 @@ def read_config(name):
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_config_files_of_images(name):
+def test_config_files_of_images_are_for_classify(name):
     file = str(ROOT / "config" / f"{name}.py")
     command = shlex.join(["python", "experiments/vision/classify.py", file, "--seed=2"])
     refuse([file, "--seed=2"], "task = 'images'", command)
@@ -182,14 +181,14 @@ def test_config_files_of_images(name):
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in IMAGES])
-def test_config_files(name):
+def test_config_files_pass_the_check_of_settings(name):
     config = read_config(name)
     train.check(config)
     assert config.batch_tokens % config.block_size == 0
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name.endswith(("_120m", "_350m"))])
-def test_configs_of_table_5(name):
+def test_configs_have_the_settings_of_table_5(name):
     config, (family, _, size) = read_config(name), name.rpartition("_")
     expected = TABLE5[size] | ALL_OF_TABLE5
     if family == "gated_deltanet":  # its own number of heads, for a state as large as Longhorn's
@@ -205,8 +204,8 @@ LARGE = {"longhorn_1b3": 1_331_595_264, "mamba_1b3": 1_334_740_992, "llama_1b3":
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_configs_of_section_5_3(name):
-    """100B tokens in steps of 2M, with 1B of warmup; and 15B in steps of 0.5M."""
+def test_configs_have_the_settings_of_section_5_3(name):
+    """1.3B models: 100B tokens in steps of 2M, with 1B of warmup. 340M models: 15B in steps of 0.5M, with 0.5B."""
     config = read_config(name)
     tokens, warm = (100e9, 1e9) if name.endswith("1b3") else (15e9, 0.5e9)
     sizes = ModelConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)})
@@ -218,13 +217,13 @@ def test_configs_of_section_5_3(name):
 
 # -------------------------------------------------------------------------------------------------------------- records
 
-def test_files_of_a_finished_run(whole):
+def test_a_finished_run_has_its_files(whole):
     assert " ".join(sorted(path.name for path in whole.iterdir())) == (
         ".lock best.safetensors checkpoint-10.safetensors checkpoint.safetensors config.json log.jsonl loss.png "
         "result.json")
 
 
-def test_what_config_json_says(whole):
+def test_config_json_has_settings_derived_numbers_and_data(whole):
     config = record(whole, "config")
     assert set(config["config"]) == {field.name for field in dataclasses.fields(TrainConfig)}
     assert {key: config["config"][key] for key in TINY} == TINY and config["config"]["vocab_size"] == 256
@@ -236,7 +235,7 @@ def test_what_config_json_says(whole):
     assert config["data"]["splits"]["train"]["sha256"] == config["data"]["identity"]["train"]
 
 
-def test_what_the_log_has(whole):
+def test_the_log_has_every_step_and_evaluation(whole):
     assert list(events(whole, "eval")) == [5, 10, 12] and list(events(whole)) == list(range(1, 13))
     for step, e in events(whole).items():
         assert [*e] == "event step tokens train_loss lr grad_norm tokens_per_second memory_bytes seconds".split()
@@ -244,7 +243,7 @@ def test_what_the_log_has(whole):
     assert losses(whole)[-1] < losses(whole)[0] - 0.5 and losses(whole, "lr")[-1] == pytest.approx(3e-4)
 
 
-def test_the_result_of_a_finished_run(whole):
+def test_the_result_of_a_finished_run_agrees_with_its_log(whole):
     """test_records.py computes its other numbers by hand."""
     result = record(whole)
     assert result["val_loss"] == events(whole, "eval")[12]["val_loss"] and result["val_tokens"] == 699
@@ -258,15 +257,15 @@ def test_the_result_of_a_finished_run(whole):
 
 
 def test_only_a_runs_own_files_are_moved_aside(data, ran, tmp_path, monkeypatch):
-    """All of them are, in any folder, the current one included. After a kill in the middle, another command too
-    finishes the move."""
+    """All of its files are, also in a folder reached by a link. After a kill in the middle, the next command finishes
+    the move."""
     out = tmp_path / "folder"
     once = {"max_iters": 2, "checkpoint_interval": 1, "final_eval_tokens": 64}
     (out / "thesis").mkdir(parents=True)
     (out / "best.py").write_text("mine")
     (tmp_path / "link").symlink_to(out)
     ran(tmp_path / "link", seed=1, **once)
-    (out / "log.jsonl").unlink()  # checkpoints without a log are a run too
+    (out / "log.jsonl").unlink()  # checkpoints without a log also count as a run
     monkeypatch.setattr(records.os, "rename", mock.Mock(side_effect=[None, KeyboardInterrupt]))  # moves nothing
     assert run(arguments(data, out, seed=2, **once)).code == 130
     monkeypatch.undo()
@@ -286,7 +285,7 @@ def test_only_a_runs_own_files_are_moved_aside(data, ran, tmp_path, monkeypatch)
 
 
 def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_behind(ran, out):
-    """What is left is this run's own beginning. A result is kept, and so is what another run began."""
+    """It overwrites its own beginning. A result is moved aside, and so is the beginning of another run."""
     ran(out, max_iters=2)
     for gone, seed, aside in (("result", 1337, 0), ("nothing", 1337, 1), ("result", 2, 2)):
         for path in (*out.glob("*.safetensors"), *out.glob(f"{gone}.json")):
@@ -313,9 +312,9 @@ def test_the_screen_shows_what_the_log_has(ran, tmp_path):
     assert {*"100% lr norm tokens/s mfu".split()} <= {*last.split()}, last
 
 
-def test_a_picture_is_drawn_at_times_and_never_worth_a_run(ran, out):
-    """A step takes a second, and every second step is evaluated: pictures are drawn after 4, 8 and 12. A run that lacks
-    one, because it was killed, gets it at the next start."""
+def test_a_picture_is_drawn_at_times_and_never_ends_a_run(ran, out):
+    """A step takes a second, and every second step is evaluated: pictures are drawn after 4, 8 and 12. A killed run
+    without a picture gets it at the next start."""
     now = [0.0]
     fails = mock.Mock(side_effect=ImportError("failed to map segment"))
 
@@ -330,7 +329,7 @@ def test_a_picture_is_drawn_at_times_and_never_worth_a_run(ran, out):
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_log_is_on_the_disk_before_the_checkpoint_that_it_leads_to(ran, out):
+def test_a_log_is_on_the_disk_before_its_checkpoint(ran, out):
     flushed = []
     fsync = os.fsync
 
@@ -360,7 +359,7 @@ def test_nothing_is_read_before_the_folder_is_locked(ran, out):
     assert looked.called
 
 
-def test_an_out_dir_that_cannot_be_moved_or_locked(data, ran, out):
+def test_an_out_dir_that_cannot_be_moved_is_refused_but_not_one_without_locks(data, ran, out):
     """A mount point gets one line; a network file system may have no locks."""
     with mock.patch("fcntl.flock", side_effect=OSError(errno.ENOSYS, "No locks")):
         assert "cannot be locked (No locks)" in ran(out, max_iters=2).out
@@ -368,7 +367,7 @@ def test_an_out_dir_that_cannot_be_moved_or_locked(data, ran, out):
         refuse(arguments(data, out, max_iters=2), str(out))
 
 
-# ------------------------------------------------------------------------- what may not matter for the result, does not
+# ------------------------------------------------------------------------------------ what must not change the result
 
 @pytest.mark.parametrize("changes", [{"eval_interval": 0, "final_eval_tokens": 640},
                                      {"eval_interval": 1, "eval_tokens": 100, "checkpoint_interval": 3}])
@@ -377,7 +376,7 @@ def test_evaluations_do_not_change_training(whole, ran, out, changes):
     assert_same_training(out, whole)
 
 
-def test_micro_batches_change_the_order_of_additions_alone(whole, ran, out):
+def test_micro_batches_change_only_the_order_of_additions(whole, ran, out):
     """AdamW's division makes the difference larger."""
     ran(out, micro_batch_size=5)
     np.testing.assert_allclose(losses(out), losses(whole), rtol=2e-5)
@@ -386,7 +385,7 @@ def test_micro_batches_change_the_order_of_additions_alone(whole, ran, out):
 
 
 def evaluated(data, **changes):
-    """(a model, what evaluates it)"""
+    """(a model, its Evaluate)"""
     config = TrainConfig(**{**TINY, "model": "llama", "vocab_size": 256, **changes})
     torch.manual_seed(0)
     tokens = loader.TokenData(prepared.Tokens(data), 32, 384, 0)
@@ -418,9 +417,8 @@ def test_the_validation_loss_is_the_mean_over_its_tokens(data, monkeypatch):
     assert shorter.windows[:, 1].tolist() == [16] * 6 + [4] and shorter.final_windows[:, 1].max() == 16
 
 
-def test_the_numbers_of_an_evaluation(data):
-    """Bits per byte with tokens of 3 bytes; at the end also the loss on the tokens of the earlier evaluations, if they
-    differ."""
+def test_the_numbers_of_an_evaluation_are_right(data):
+    """Tokens have 3 bytes. The last evaluation also has the loss on the tokens of the earlier ones, if they differ."""
     lm, evaluate = evaluated(data, eval_tokens=64)
     tokens = evaluate.data.tokens
     tokens.bytes_per_token = 3.0
@@ -435,7 +433,7 @@ def test_the_numbers_of_an_evaluation(data):
     assert not {"compare_loss", "val_bits_per_byte"} & evaluate(lm, final=True).keys()
 
 
-def test_gradients_are_clipped_to_their_norm_unless_it_is_0(ran, tmp_path):
+def test_gradients_are_clipped_unless_grad_clip_is_0(ran, tmp_path):
     """The log has the norm before clipping."""
     for clip in (0, 1e6, 0.01):
         ran(tmp_path / f"{clip}", grad_clip=clip, max_iters=4)
@@ -444,7 +442,7 @@ def test_gradients_are_clipped_to_their_norm_unless_it_is_0(ran, tmp_path):
 
 
 def test_documents_are_packed(whole, ran, out, tmp_path):
-    """Here words are documents. The check at the start also compares the operators on documents."""
+    """Here words are documents. The self-check also compares the operators on documents."""
     changes = {"documents": "pack", "end_of_text": 32, "max_iters": 2, "self_check": "on", "recompute": "block"}
     said = ran(out, **changes).out
     assert "documents, whole sequences and states agree to " in said and losses(out)[0] != losses(whole)[0]
@@ -455,8 +453,8 @@ def test_documents_are_packed(whole, ran, out, tmp_path):
 # --------------------------------------------------------------------------------------------------------------- resume
 
 def test_stopping_and_continuing_changes_nothing(whole, ran, out, tmp_path):
-    """A hybrid with Muon is stopped in the step of an evaluation, by Slurm's warning, and in the first step after
-    resuming, in a folder that was moved. With a log line every seven steps, a stop adds none, but the end does."""
+    """Slurm's warning stops a hybrid with Muon in the step of an evaluation. Its folder is moved, and it is stopped
+    again in the first step after resuming. With a log line every seven steps, a stop adds none, but the end does."""
     changes = {"pattern": "longhorn,llama", "n_layer": 2, "optimizer": "muon", "log_interval": 7}
     ran(tmp_path / "undisturbed", **changes)
     last = ran(out, **changes, resume="auto", LM=stops_at(5, signal.SIGUSR1)).out.splitlines()[-1]
@@ -472,7 +470,7 @@ def test_stopping_and_continuing_changes_nothing(whole, ran, out, tmp_path):
     assert list(events(out)) == [7, 12] and losses(out)[-1] != losses(whole)[-1]
 
 
-def test_what_may_change_when_a_run_continues(whole, data, ran, out, tmp_path):
+def test_some_settings_may_change_when_a_run_continues(whole, data, ran, out, tmp_path):
     ran(out, resume="auto", LM=stops_at(3))  # nothing there yet: auto starts
     tensors, meta = saved(out)
     meta |= {"best_val_loss": 0.5, "skipped": 2, "seconds": 1000.0}
@@ -488,7 +486,7 @@ def test_what_may_change_when_a_run_continues(whole, data, ran, out, tmp_path):
     assert left == {p.name: p.read_bytes() for p in out.iterdir()}
 
 
-def test_the_best_is_looked_for_anew_over_other_tokens(ran, out):
+def test_the_best_is_chosen_anew_over_other_tokens(ran, out):
     how = {"final_eval_tokens": 320, "eval_tokens": 64}
     ran(out, **how, LM=stops_at(7))
     tensors, meta = saved(out)
@@ -528,8 +526,8 @@ def test_a_damaged_checkpoint_is_passed_over(whole, ran, out, act, words):
 
 @pytest.mark.parametrize("changes, stop", [({"schedule": "constant"}, 12), ({"schedule": "wsd", "decay_iters": 4}, 7),
                                            ({"schedule": "constant", "warmup_iters": -1, "max_iters": 80}, 1)], ids=str)
-def test_a_run_goes_on_longer(data, ran, out, tmp_path, changes, stop):
-    """Or ends earlier. It equals, bit for bit, a run planned so from the start with the same warmup."""
+def test_a_run_can_be_made_longer_or_shorter(data, ran, out, tmp_path, changes, stop):
+    """It equals, bit for bit, a run of that length from the start with the same warmup."""
     plan = {"warmup_iters": 2, "eval_tokens": 64, **changes}
     longer = {**plan, "max_iters": stop + 4, "resume": "auto"}
     ran(tmp_path / "whole", **{**longer, "warmup_iters": 4 if stop == 1 else 2})
@@ -537,8 +535,8 @@ def test_a_run_goes_on_longer(data, ran, out, tmp_path, changes, stop):
     assert (out / "result.json").exists() == (stop == plan.get("max_iters", 12))
     said = ran(out, **longer, LM=stops_at(2)).out
     assert f"max_iters {plan.get('max_iters', 12)} -> {stop + 4}" in said
-    assert not (out / "result.json").exists(), "of the shorter run"
-    ran(out, **longer)  # the same line again
+    assert not (out / "result.json").exists(), "this is the result of the shorter run"
+    ran(out, **longer)  # the same command again
     assert_same_training(out, tmp_path / "whole")
     assert record(out)["val_loss"] == record(tmp_path / "whole")["val_loss"] and record(out)["steps"] == stop + 4
     refuse(arguments(data, out, **{**longer, "max_iters": stop}), f"max_iters {stop + 4} -> {stop}")
@@ -546,9 +544,9 @@ def test_a_run_goes_on_longer(data, ran, out, tmp_path, changes, stop):
         refuse(arguments(data, out, **{**longer, "max_iters": 3}), "max_iters 3 is within this run's warmup of 4 steps")
 
 
-def test_a_branch_is_the_run_from_scratch(trunk, ran, tmp_path):
+def test_a_branch_equals_the_run_from_scratch(trunk, ran, tmp_path):
     """Its weights and log are equal bit for bit, also if it is stopped on its way and ends after its trunk. A branch
-    stopped in its first step has saved where it began. An earlier run in its folder stays whole."""
+    stopped in its first step has saved the step where it began. An earlier run in its folder stays whole."""
     kept = "best checkpoint checkpoint-10 checkpoint-4 checkpoint-8"
     assert " ".join(sorted(p.stem for p in trunk.glob("*.safetensors"))) == kept
     for step, end, decay in ((4, 5, -1), (10, 16, 5)):
@@ -568,7 +566,7 @@ def test_a_branch_is_the_run_from_scratch(trunk, ran, tmp_path):
     assert (out / "earlier-1/checkpoint-99.safetensors").exists()
 
 
-def test_steps_that_were_kept_stay_though_they_are_not_named_again(ran, out):
+def test_kept_steps_stay_even_if_they_are_not_named_again(ran, out):
     plan = {"checkpoint_interval": 2, "keep_checkpoints": 1, "schedule": "constant"}
     ran(out, **plan, max_iters=8, keep_steps="2,4")
     for end in 8, 10, 12:
@@ -577,7 +575,7 @@ def test_steps_that_were_kept_stay_though_they_are_not_named_again(ran, out):
         assert kept == {"checkpoint-2", "checkpoint-4"} and record(out, "config")["config"]["keep_steps"] == "2,4"
 
 
-def test_code_that_changed_while_the_run_was_down(whole, ran, out, monkeypatch):
+def test_code_that_changed_while_the_run_was_down_is_named(whole, ran, out, monkeypatch):
     """A line says so when the run continues, and config.json keeps it; nothing else changes."""
     versions = lambda: record(out, "config")["code_versions"]
 
@@ -601,9 +599,9 @@ def module_of(path):
     return module
 
 
-def test_the_identity_of_the_code(tmp_path, monkeypatch):
-    """It covers the content of what a process imports, even a user's own file or a link to one, and of the kernels. It
-    leaves out a README, a package, a script beside it, pictures, reports and scores of tasks, imported or not."""
+def test_the_identity_of_the_code_covers_what_can_change_a_result(tmp_path, monkeypatch):
+    """It covers the content of imported files, even a user's own file or a link to one, and of the kernels. It leaves
+    out README, packages, other scripts, pictures, reports and task scores, imported or not."""
     apart = ("plots.py README.md .venv/torch.py venv/lib/site-packages/torch.py sample.py runtime/loss_curve.py "
              "evaluation/tasks.py bench/scan.py experiments/recall/report.py experiments/vision/report.py").split()
     inside = ("train.py my_loss.py mine/loss.py experiments/vision/classify.py experiments/recall/cell.py "
@@ -624,8 +622,8 @@ def test_the_identity_of_the_code(tmp_path, monkeypatch):
     assert all(e["code"].startswith("v2") and len(e["code"]) == 12 for e in codes)
 
 
-def test_an_edit_while_a_run_starts_is_seen(tmp_path, monkeypatch, capsys):
-    """Importing, building the kernels and checking take seconds; the run has the code that was imported before."""
+def test_an_edit_while_a_run_starts_is_noticed(tmp_path, monkeypatch, capsys):
+    """Importing, building the kernels and checking take seconds. The run would use the code from before the edit."""
     monkeypatch.setattr(records, "ROOT", tmp_path)
     monkeypatch.setattr(records, "files_at_start", {})
     (tmp_path / "kernels").mkdir()
@@ -668,7 +666,7 @@ assert not {"torch._dynamo", "sympy"} & sys.modules.keys()
 
 
 def test_what_a_run_loads_is_part_of_its_identity_or_leaves_no_trace(data, out):
-    """With a hybrid and Muon. If it loaded torch._dynamo or sympy, every start would take two seconds longer."""
+    """The run is a hybrid with Muon. If it loaded torch._dynamo or sympy, every start would take two seconds longer."""
     hybrid = arguments(data, out, max_iters=1, pattern="longhorn,gated_deltanet", n_layer=2, optimizer="muon",
                        self_check="on")
     said = subprocess.check_output([sys.executable, "-c", WATCHED, "train.py", *hybrid], cwd=ROOT, text=True)
@@ -683,7 +681,7 @@ def test_what_a_run_loads_is_part_of_its_identity_or_leaves_no_trace(data, out):
 
 # ------------------------------------------------------------------------------------------ beginning with old weights
 
-STILL = {**TINY, "max_iters": 1, "learning_rate": 1e-30}  # a step that changes nothing: the result of the old weights
+STILL = {**TINY, "max_iters": 1, "learning_rate": 1e-30}  # changes nothing: the result is that of the old weights
 TAKEN = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32}
 BARE = {key: value for key, value in TINY.items() if key not in TAKEN}  # the architecture is the checkpoint's
 
@@ -707,8 +705,7 @@ def test_fine_tuning_begins_with_the_old_weights_and_nothing_else(whole, ran, ou
 
 
 def test_fine_tuning_that_is_stopped_continues_from_its_own_checkpoint(whole, ran, out, tmp_path):
-    """No setting gives the architecture: it is the old weights', or that of the run's own checkpoint once there is
-    one."""
+    """No setting gives the architecture. The old weights do, or the run's own checkpoint once there is one."""
     source = shutil.copytree(whole, tmp_path / "source")
     said = ran(tmp_path / "undisturbed", BARE, init_from=source).out
     assert "; taken from it: " + ", ".join(f"{key}={value}" for key, value in TAKEN.items()) + ", vocab_size" in said
@@ -720,7 +717,7 @@ def test_fine_tuning_that_is_stopped_continues_from_its_own_checkpoint(whole, ra
     assert_same_run(out, tmp_path / "undisturbed")
 
 
-def test_ctrl_c_while_pytorch_is_imported(data, out, start):
+def test_ctrl_c_while_pytorch_is_imported_gets_a_line(data, out, start):
     gate = out.with_name("gate")
     held = ("import pathlib, runpy, sys, time\n"
             "def watch(event, args):\n"
@@ -739,15 +736,15 @@ def test_ctrl_c_while_pytorch_is_imported(data, out, start):
 
 
 def test_without_the_packages_a_line_says_how_to_get_them(start):
-    process = start([sys.executable, "-S", "train.py"])  # without those of .venv
+    process = start([sys.executable, "-S", "train.py"])  # -S: without the packages of .venv
     assert process.wait(600) == 1 and process.said().endswith("PyTorch: run `. .venv/bin/activate` first; `make train` "
                                                               "sets .venv up\n")
 
 
 @pytest.mark.parametrize("call, done, buffers", [(8, 2, 0), (9, 3, 0), (2, 0, 0), (8, 3, 1)])
 def test_a_step_is_left_after_the_micro_batch_and_done_again(ran, out, tmp_path, capfd, call, done, buffers):
-    """Three micro-batches per step; the model draws random numbers in each. Nothing is saved before the first step is
-    done. A model with a buffer, which counts them, finishes its step."""
+    """A step has three micro-batches, and the model draws random numbers in each. Nothing is saved before the first
+    step is done. A model with a buffer, which counts micro-batches, finishes its step."""
     def noisy(at=None):
         def act(n, lm, loss):
             if n == at:
@@ -807,7 +804,7 @@ def test_a_loss_that_stays_not_finite_ends_the_run(data, out):
     (lambda path: os.replace(shutil.copy2(path, f"{path}.new"), path), ["train.bin", "replaced"]),
     (lambda path: path.with_name("val.bin").write_bytes(bytes(1400)), ["val.bin", "written to"])],
     ids=["cut", "replaced", "edited"])
-def test_data_that_change_under_the_run(data, out, tmp_path, change, words):
+def test_data_that_change_during_a_run_end_it(data, out, tmp_path, change, words):
     folder = shutil.copytree(data, tmp_path / "data")
 
     def act(n, lm, loss):
@@ -816,18 +813,17 @@ def test_data_that_change_under_the_run(data, out, tmp_path, change, words):
 
     argv = arguments(folder, out, checkpoint_interval=4, eval_interval=7 if words[0] == "val.bin" else 0)
     refuse(argv, "changed during the run", "--resume=auto", *words, LM=acting(act))
-    assert saved(out)[1]["step"] == 4  # the last good one: before an evaluation, and before a checkpoint
+    assert saved(out)[1]["step"] == 4  # the last good one: an evaluation and a checkpoint check the data first
 
 
-def test_large_data_that_changed_while_the_run_was_down(data, ran, out, tmp_path, monkeypatch):
-    """The content of a large file is not read whenever it is opened, only if its size or time differs from the
-    checkpoint's."""
+def test_large_data_that_changed_while_the_run_was_down_are_refused(data, ran, out, tmp_path, monkeypatch):
+    """The content of a large file is read only if its size or time differs from the checkpoint's."""
     monkeypatch.setattr(prepared, "FULL_CHECK_TOKENS", 100)
     folder = shutil.copytree(data, tmp_path / "data")
     ran(out, dataset=folder, LM=stops_at(5))
     (folder / "train.bin").write_bytes(b"a" + (data / "train.bin").read_bytes()[1:])
     refuse(arguments(folder, out, resume="auto"), "train.bin is not the file that meta.json describes")
-    shutil.copy(data / "train.bin", folder / "train.bin")  # with a time of its own
+    shutil.copy(data / "train.bin", folder / "train.bin")  # with a new time
     verified = mock.Mock(wraps=prepared.Tokens.verify, side_effect=lambda: None)
     monkeypatch.setattr(prepared.Tokens, "verify", verified)
     for step in 7, 9:
@@ -835,9 +831,9 @@ def test_large_data_that_changed_while_the_run_was_down(data, ran, out, tmp_path
         assert verified.call_count == 1
 
 
-def test_a_damaged_line_costs_that_line(whole, ran, out):
-    """In the log of a resumed run all other lines stay, the old file is kept, and a line says so; a torn last line does
-    not count as damage."""
+def test_a_damaged_line_of_a_log_costs_only_that_line(whole, ran, out):
+    """A resumed run keeps all other lines of its log and the old file, and a line says so. A torn last line does not
+    count as damage."""
     ran(out, LM=stops_at(7))
     lines = (out / "log.jsonl").read_text().splitlines()
     text = "\n".join([*lines[:3], lines[3][:-5], "\0\x1c\u2028" + lines[4], "[1]", *lines[5:], '{"ev'])
@@ -853,8 +849,8 @@ def test_a_damaged_line_costs_that_line(whole, ran, out):
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_another_runs_log_is_seen(whole, trunk, ran, out, kept):
-    """Or a missing one, at the next start, even of a finished run; if the run goes on, the log is kept."""
+def test_another_runs_log_is_noticed(whole, trunk, ran, out, kept):
+    """So is a missing log, at the next start, even of a finished run. If the run goes on, the other log is kept."""
     shutil.copytree(whole, out)
     (out / "log.jsonl").unlink()
     if kept:
@@ -884,8 +880,8 @@ def test_settings_that_may_change_on_resume_are_those_on_the_page():
     assert names == MAY_CHANGE_ON_RESUME
 
 
-PLAN = {"schedule": "wsd", "warmup_iters": 2, "eval_interval": 0, "min_lr": 0, "keep_checkpoints": 1}  # of `trunk`
-# What is typed, or in the environment of two processes, and words of the line. {names} are `places`.
+PLAN = {"schedule": "wsd", "warmup_iters": 2, "eval_interval": 0, "min_lr": 0, "keep_checkpoints": 1}  # for `trunk`
+# What is typed, or is in the environment of two processes; words of the error. {names} are those of `places`.
 REFUSED = """
 # settings
 --documents=pack                    which token ends a document  --end_of_text
@@ -962,13 +958,13 @@ def trunk(ran, tmp_path_factory):
     ran(out, **PLAN, keep_steps="4,8,10")
     for path in checkpoint.steps(out).values():
         tensors, meta = checkpoint.load(path)
-        checkpoint.save(path, tensors, {**meta, "best_val_loss": 0.1, "best": [0.1, 4]})  # over other tokens, say
+        checkpoint.save(path, tensors, {**meta, "best_val_loss": 0.1, "best": [0.1, 4]})  # as if over other tokens
     return out
 
 
 @pytest.fixture(scope="module")
 def places(data, ran, whole, trunk, tmp_path_factory):
-    """{name: folder} of what REFUSED mentions."""
+    """{name: folder} for the names in REFUSED."""
     class Places(dict):
         def __missing__(self, name):
             return root / name
@@ -1030,7 +1026,7 @@ def test_mistakes_get_one_line_and_touch_nothing(places, data, out, monkeypatch,
     assert content() == before
 
 
-FAULTS = [  # where; what goes wrong; sequences in a micro-batch; words of the line
+FAULTS = [  # where; what goes wrong; sequences in a micro-batch; words of the error
     ("evaluation.validation.Evaluate.loss", MemoryError, 5,
      "micro-batch of 5 x 32  --micro_batch_size=2 --resume=auto"),
     ("optim.AdamW.step", torch.OutOfMemoryError("CUDA out of memory."), 1, "micro-batch of 1 x 32  smaller block_size"),
@@ -1041,7 +1037,7 @@ FAULTS = [  # where; what goes wrong; sequences in a micro-batch; words of the l
 
 
 @pytest.mark.parametrize("place, error, size, words", FAULTS)
-def test_what_ends_a_run_on_its_way_gets_one_line(data, out, place, error, size, words):
+def test_an_error_that_ends_a_run_gets_one_line(data, out, place, error, size, words):
     with mock.patch(place, side_effect=error):
         refuse(arguments(data, out, micro_batch_size=size), *words.format(out=out).split("  "))
 
@@ -1052,9 +1048,8 @@ def test_help_lists_every_key():
         assert len(lines.get(f"--{field.name}", "").split()) > 3, f"--{field.name} is not explained"
 
 
-def test_what_wandb_is_given(ran, tmp_path, monkeypatch):
-    """Only if asked for: the run under its given name or its folder's, and the losses of the log. A resumed run keeps
-    its id, a branch gets another."""
+def test_wandb_gets_the_run_and_its_losses_if_it_is_asked_for(ran, tmp_path, monkeypatch):
+    """The run has its given name or that of its folder. A resumed run keeps its id, and a branch gets another."""
     wandb = mock.Mock(summary={})
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     go = lambda name, **how: ran(tmp_path / name, max_iters=4, final_eval_tokens=64, **how)
@@ -1089,7 +1084,7 @@ def test_eval_only_says_the_loss_of_the_weights_and_touches_nothing(whole, data,
     assert f"; scored on {data}\nval_loss {result['val_loss']:.4f}" in bare
 
 
-def test_weights_are_of_the_same_vocabulary_under_another_name(whole, out):
+def test_the_same_vocabulary_may_have_another_name(whole, out):
     config = TrainConfig(**TAKEN, vocab_size=256, init_from=str(whole), out_dir=str(out))
     config.overrides = {}
     initial = checkpoint.Initial(config)
@@ -1101,8 +1096,8 @@ def test_weights_are_of_the_same_vocabulary_under_another_name(whole, out):
     assert "weights from" in initial.load(LM(config), mock.Mock(meta=theirs))
 
 
-def test_a_step_that_takes_minutes_on_a_cpu_is_said_before_it_begins(data, out):
-    """1.12e-11 s per FLOP and 3.9e-5 s per token on a core; a weight of a linear map costs 6 FLOPs per token."""
+def test_a_step_that_takes_minutes_on_a_cpu_is_announced(data, out):
+    """A core takes 1.12e-11 s per FLOP and 3.9e-5 s per token. A weight of a linear map costs 6 FLOPs per token."""
     argv = arguments(data, out, n_layer=4, n_embd=512, batch_tokens=128000, self_check="on", model="llama")
     with mock.patch("inspection.self_check.self_check", side_effect=ConfigError("it begins")):
         said = run(argv)
@@ -1114,13 +1109,13 @@ def test_a_step_that_takes_minutes_on_a_cpu_is_said_before_it_begins(data, out):
 
 @pytest.mark.parametrize("module, words", [
     (None, "pip install wandb"), (mock.Mock(**{"login.side_effect": LookupError("no key")}), "no key")])
-def test_a_wandb_that_cannot_log_is_said_before_anything_is_moved(data, out, monkeypatch, module, words):
+def test_a_wandb_that_cannot_log_is_refused_before_anything_is_moved(data, out, monkeypatch, module, words):
     monkeypatch.setitem(sys.modules, "wandb", module)
     refuse(arguments(data, out, wandb="online"), "wandb=online", words, "--wandb=offline")
     assert not out.exists() or not [p for p in out.iterdir() if p.name != ".lock"]
 
 
-# ---------------------------------------------------------------- another model, other data, an evaluation of one's own
+# -------------------------------------------------------------------------------- other models, data and evaluations
 
 class Line(torch.nn.Module):
     """y = a x + noise, with what `train` needs of a model."""
@@ -1130,7 +1125,7 @@ class Line(torch.nn.Module):
         self.a = torch.nn.Parameter(torch.zeros(1, 1))
 
     def forward(self, x, y, loss_only):
-        noise = torch.randn_like(x) + random.gauss(0, 1) + np.random.randn()  # these two keep every second number
+        noise = torch.randn_like(x) + random.gauss(0, 1) + np.random.randn()  # the last two keep a number for later
         return None, (self.a * x - y + 0.01 * noise).square().mean()
 
 
@@ -1146,9 +1141,9 @@ class Points:
             yield part, 3 * part, len(part) / 4
 
 
-def test_anything_can_be_trained(out, tmp_path):
-    """With the same loop, resuming and records. An evaluation's metrics are logged, and it ends the run. Afterwards
-    signals belong to the caller again."""
+def test_any_model_and_data_can_be_trained(out, tmp_path):
+    """The loop, resuming and records are the same. An evaluation's metrics are logged, and it can end the run.
+    Afterwards the caller handles signals again."""
     whole = tmp_path / "whole"
     asked = []
     before = signal.getsignal(signal.SIGTERM)
@@ -1179,6 +1174,6 @@ def test_anything_can_be_trained(out, tmp_path):
         assert record(whole)["steps"] == steps and record(whole)["slope"] == metrics["slope"]
         config = dataclasses.replace(config, out_dir=str(out))
         assert go_on(0, config, stops) is None and saved(out)[1]["step"] in (5, 6)
-        go_on(1, config, Points())  # a checkpoint has the random state
+        go_on(1, config, Points())  # the checkpoint has the random state
         assert_same_training(out, whole)
         assert signal.getsignal(signal.SIGTERM) is before
