@@ -96,8 +96,8 @@ EVERY_FAMILY = pytest.mark.parametrize("family", [*FAMILIES, *BLOCKS])
 
 @EVERY_FAMILY
 def test_what_a_family_computes_in_two_ways_agrees(of_the_page, family, documents):
-    """Makes every comparison of the self-check, also in bfloat16: whole sequences with states, packed documents with
-    single ones, kernels with plain operators."""
+    """The self-check compares whole sequences with states, packed documents with single ones, and kernels with plain
+    operators, also in bfloat16."""
     line = self_check(LM(config(family, n_layer=3, window=13, **documents)), torch.bfloat16)
     assert "whole sequences and states agree to " in line and " in bfloat16 to " in line
     assert ("documents, " in line) == (documents["documents"] == "pack")
@@ -126,7 +126,8 @@ def test_every_parameter_learns_and_alike_if_layers_are_recomputed(of_the_page, 
 
 @torch.no_grad()
 def test_the_loss_ignores_targets_of_minus_one():
-    """Also without logits. If a compiled graph returned them, they would get a gradient of their own size."""
+    """The loss is the same without logits. A compiled graph must not return them: they would get a gradient as large as
+    they are."""
     torch.compiler.reset()
     lm = tiny("longhorn,llama", tie_head=False)
     idx, targets = tokens(3, 10), tokens(3, 10, seed=2)
@@ -227,7 +228,7 @@ def test_counts_follow_every_edit_of_a_model():
 
 
 def test_a_shared_layer_has_its_parameters_once_and_runs_twice():
-    """One layer is used twice, and its branches share a norm. Compared with torch's sum and a model of two layers."""
+    """One layer is used twice, and its branches share a norm. torch's sum and a model of two layers count the same."""
     lm, plain = tiny("llama", n_layer=2), tiny("llama", n_layer=2)
     lm.layers[1], first = lm.layers[0], lm.layers[0].branches
     first[1].norm = first[0].norm
@@ -392,7 +393,7 @@ ShortKeyGLA.out_proj.weight     normal             0.02
 UnscaledSwiGLU.w2.weight        normal             0.02
 UnscaledChannelMix.value.weight  normal            0.02
 """)}
-LAWS = {  # {kind of start: (from the parameter, what was drawn; from the numbers of its row, the distribution)}
+LAWS = {  # {kind of start: (parameter -> what was drawn, numbers of its row -> distribution)}
     "normal": (lambda p: p, lambda scale: stats.norm(0, scale)),
     "uniform": (lambda p: p, lambda scale: stats.uniform(-scale, 2 * scale)),
     "step size": (F.softplus, stats.loguniform),
@@ -541,7 +542,7 @@ def test_logarithms_start_above_minus_infinity():
 @pytest.mark.parametrize("family", ["llama", "swa", "retnet"])
 @torch.no_grad()
 def test_positions_are_not_rounded_to_16_bits(family):
-    """Compared from position 400 on, where bfloat16 rounds neighbouring positions to the same number."""
+    """The comparison begins at position 400, where bfloat16 rounds neighbouring positions to the same number."""
     block = tiny(family, n_layer=1).layers[0].branches[0].mixer
     x = torch.randn(1, 700, 32)
     late = block(x)[0][:, 400:]
@@ -561,7 +562,7 @@ def test_step_sizes_and_decays_are_not_rounded_to_16_bits(family):
 
 
 def test_the_exact_step_and_its_gradient_are_right():
-    """For beta |k|^2 from 0 to 1e6, compared with 50-digit arithmetic. test_layers.py compares all steps."""
+    """For beta |k|^2 from 0 to 1e6, they are compared with 50-digit arithmetic. test_layers.py compares all steps."""
     x = torch.tensor([0.0, 1e-12, 1e-6, 1e-3, 0.1, 0.8, 1.0, 1.2, 9.0, 100.0, 1e6], requires_grad=True)
     formula = lambda x: -mpmath.expm1(-x) / x if x else mpmath.mpf(1)
     with mpmath.workdps(50):
@@ -596,7 +597,7 @@ def test_released_rwkv_has_positions_and_released_retnet_its_own_eps():
 @ALL_FAMILIES
 @torch.no_grad()
 def test_the_backend_of_the_config_reaches_every_operator(family, monkeypatch):
-    """The mixer, the norms and the convolution all use it. computed_by names the mixer's operator and backend."""
+    """The mixer, the norms and the convolution all use this backend. computed_by names the mixer's operator with it."""
     asked = {}
     chosen = choose.choose
     monkeypatch.setattr(choose, "choose", lambda op, backend, *a, **how: asked.setdefault(op, set()).add(backend)
@@ -680,8 +681,8 @@ passes: (x, x)   with passes = True
 
 @pytest.mark.parametrize("returned, words", table(OTHERS))
 def test_a_mixer_that_returns_something_wrong_is_named(returned, words, monkeypatch):
-    """Also a result that would be broadcast over rows, or one in float64, which would spread to all later layers. A
-    tensor of length 3 does not count as three results."""
+    """Some results would be broadcast over rows, or would make all later layers float64. A tensor of length 3 does not
+    count as three results."""
     class Own(Mean):
         forward = eval(f"lambda self, x, state=None, passed=None: {returned.removeprefix('passes: ')}")
         initial_state = lambda self, batch_size, device: torch.zeros(1 if returned == "(x, x)" else 3, 3)
@@ -780,7 +781,7 @@ def test_training_refuses_a_pattern_with_a_family_that_has_no_layer():
 
 @pytest.mark.parametrize("pattern", ["longhorn*2,llama", "rwkv4,mamba,gla", "gla,retnet,rwkv"])
 def test_a_hybrid_is_the_sum_of_its_layers(pattern):
-    """Its FLOPs and state are sums over its layers. The first and the last layer decide the kinds of norm."""
+    """A hybrid's FLOPs and state are sums over its layers. The first and the last layer decide the kinds of norm."""
     hybrid = LM(config("longhorn", pattern=pattern, n_layer=3))
     layers = [LM(config(family, n_layer=1)) for family in hybrid.config.families]
     layers_flops = lambda lm: counting.flops_per_token(lm, 20)["forward"] - 2 * 64 * 32  # without the head
@@ -801,7 +802,7 @@ def test_the_scale_of_residual_writes_follows_the_branches_of_the_model(monkeypa
 
 @torch.no_grad()
 def test_greedy_generation_is_the_argmax_over_the_whole_sequence():
-    """Also beyond block_size, and with the prompt read in pieces."""
+    """This also holds beyond block_size, and with the prompt read in pieces."""
     lm = tiny("longhorn,llama,swa", n_layer=3, block_size=8)
     idx = tokens(2, 6)
     out = sample.generate(lm, idx, 6, temperature=0)
@@ -832,7 +833,7 @@ def drawn(**how):
 
 @pytest.mark.parametrize("how, kept", table(KEPT))
 def test_top_k_and_top_p_cut_the_tail(how, kept):
-    """The token that reaches top_p is kept."""
+    """Tokens are kept up to and including the one that reaches top_p."""
     assert " ".join(map(str, drawn(**json.loads(how)).unique().tolist())) == kept
 
 

@@ -75,7 +75,7 @@ def source(tmp_path):
 
 
 def test_a_cached_library_that_was_cut_short_or_zeroed_is_built_again(source, tmp_path):
-    """If loaded, it would kill every process with SIGBUS or compute something else."""
+    """If loaded, such a library would kill every process with SIGBUS or compute something else."""
     path, seconds = build.build([source], tmp_path)
     assert seconds > 0
     good = path.read_bytes()
@@ -101,8 +101,8 @@ def give_away(path):
 @pytest.mark.parametrize("how", [lambda path: path.chmod(0o775), lambda path: path.chmod(0o757), give_away],
                          ids=["of a group", "of all", "of another user"])
 def test_nothing_is_loaded_that_another_user_could_have_written(source, tmp_path, monkeypatch, capfd, which, how):
-    """Not even the same library, in its place and with the right hash in its name. If others may write to the folder,
-    the library is built in the user's own cache. If they may write there too, building is refused."""
+    """Not even the same library is loaded, in its place and with the right hash in its name. If others may write to
+    the folder, the library is built in the user's own cache. If they may write there too, building is refused."""
     build.say_once.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder, before = tmp_path / "build", os.umask(0o002)  # as on many systems
@@ -150,7 +150,7 @@ def test_another_source_flag_cpu_or_compiler_makes_another_file(change, source, 
 
 @pytest.mark.usefixtures("fresh")
 def test_a_source_that_does_not_compile_stops_a_run_and_a_missing_compiler_does_not(source, tmp_path, monkeypatch):
-    """Otherwise plain PyTorch would train without the edit."""
+    """If the run went on, plain PyTorch would train without the edit."""
     source.write_text("int x = edited;")
     monkeypatch.setenv("CXX", " ")  # as if it were not set
     with pytest.raises(build.Broken, match="could not build a.cu: .*edited"):
@@ -185,7 +185,7 @@ from kernels import build, choose
 
 
 def test_four_processes_at_once_build_once(start, tmp_path):
-    """They start with an empty folder: one compiles, the others wait, and all load the same file. The compiler is held
+    """All start with an empty folder: one compiles, the others wait, and all load the same file. The compiler is held
     until all four have found nothing built and wait for the lock."""
     log, go, folder = tmp_path / "log", tmp_path / "go", tmp_path / "build"
     body = (f'echo build >> {quote(log)}\nuntil [ -e {quote(go)} ]; do sleep 0.05; done\n'

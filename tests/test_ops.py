@@ -62,8 +62,8 @@ def test_gpu_conv_takes_more_than_two_to_the_31_elements():
 
 
 def test_the_convolution_rounds_every_number_right():
-    """Compared element by element, because a norm shows only the typical error. bfloat16 is rounded to nearest even,
-    NaN stays NaN, and exponentials are right to a few units in the last place, however small."""
+    """Elements are compared one by one, because a norm shows only the typical error. bfloat16 is rounded to nearest
+    even, and NaN stays NaN. Exponentials are right to a few units in the last place, however small."""
     x = torch.arange(0x3F80, 0x4000, dtype=torch.int16).view(BF16).view(1, -1, 1)  # all of [1, 2)
     for factor in (1.5, 1.25, 1.0078125):
         y = causal_conv1d(x, torch.full((1, 1), factor), silu=False)
@@ -274,7 +274,7 @@ def living(shape):
     lambda mix, x, z: mix(x.detach(), z)[0] * z,
     lambda mix, x, z: z.register_hook(lambda g: 3 * g) and checkpoint(mix, x, z, use_reentrant=False)[0]))
 def test_gradients_of_halves_are_those_of_chunk(use):
-    """Also when a graph is used again, although the gradients of x and z may be parts of one tensor."""
+    """They agree when a graph is used again, although the gradients of x and z may be parts of one tensor."""
     block, both = block_and_rows(16)
     gradients = []
     for split in (halves, lambda both: both.chunk(2, -1)):
@@ -290,8 +290,8 @@ def test_gradients_of_halves_are_those_of_chunk(use):
 
 
 def test_the_backward_of_a_block_joins_no_halves_and_adds_no_gradients():
-    """It joins only the gradients of r, k and q. Modes that trace, count or choose what to recompute see this: the
-    operators go through the dispatcher, forward and backward."""
+    """The backward joins only the gradients of r, k and q. Modes that trace, count or choose what to recompute
+    see this: the operators go through the dispatcher, forward and backward."""
     block, u = block_and_rows(4)
     graphs = []
     keep = lambda graph, inputs: graphs.append(graph.code) or make_boxed_func(graph)

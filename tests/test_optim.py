@@ -38,7 +38,7 @@ def compute(lm):
 @pytest.mark.parametrize("family, change", [*((family, lambda lm: None) for family in FAMILIES), ("longhorn", share),
                                             ("longhorn", compute)])
 def test_every_parameter_is_in_one_group(family, change, optimizer):
-    """Also a parameter that two maps share, or one from which a parametrization computes a weight."""
+    """This includes a parameter that two maps share, and one from which a parametrization computes a weight."""
     lm, optimizers = build(family, optimizer, change)
     names = {p: name for name, p in lm.named_parameters()}
     matrices = {name for p, name in names.items() if name.endswith(".weight") and p.dim() == 2}

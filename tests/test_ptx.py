@@ -121,7 +121,7 @@ def test_convolution_agrees_with_float64(emitted, monkeypatch):
 
 
 def test_sums_agree_with_pytorchs(emitted, monkeypatch):
-    """Also with sizes that end in the middle of what a lane reads at once."""
+    """Some sizes end in the middle of what a lane reads at once."""
     module = emitted("sums", F32, build.BLOCK_SUMS)
     run(monkeypatch, module)
     use_alone(monkeypatch, module)

@@ -117,7 +117,7 @@ def convolved(u, taps, bias=0.0):
 
 
 def taps_by_hand(conv, T, d):
-    """The taps of a long convolution, (T, d), one lag at a time, from the parameters of its network."""
+    """The taps (T, d) of a long convolution, computed one lag at a time from the parameters of its network."""
     w = dict(conv.named_parameters())
     layer = lambda name, a: w[f"{name}.weight"] @ a + w.get(f"{name}.bias", 0)
     delta = torch.linspace(math.log(0.01) / 1.5, math.log(0.01) / 0.3, d, dtype=torch.float64)
@@ -364,7 +364,7 @@ def test_the_plan_has_the_papers_448_runs_as_specified():
     for preset, runs in (("laptop", (9 + 3) * 2), ("sooner", 2 * 3 * 6), ("steps", 2 * 6 * 2 * 3), ("gpu", 3 * 4)):
         planned = mqar.RecallSweep(["run", f"--preset={preset}"]).plan()
         assert len(planned) == runs, preset
-    assert {(c.at["T"], c.at["n_embd"]) for c in planned} == {(512, 64)}  # of the preset gpu
+    assert {(c.at["T"], c.at["n_embd"]) for c in planned} == {(512, 64)}  # the cells of preset gpu
     cells = mqar.RecallSweep(["run", "--preset=paper", "--widths=64"]).plan()
     assert mqar.PRESETS["paper"].widths == (64, 128, 256, 512) and len({c.name for c in cells}) == len(cells) == 448 / 4
     assert {c.at["mixer"] for c in cells} == {"attention", "based", "hyena", "rwkv4", "baseconv", "mamba", "longhorn"}

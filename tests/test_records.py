@@ -55,7 +55,7 @@ def test_events_come_back_in_order_and_by_kind(tmp_path):
 
 
 def test_a_torn_last_line_is_left_out(tmp_path):
-    """This holds however many of its characters a kill left. An event that lacks only its newline counts."""
+    """It is left out however many of its characters a kill left. An event that lacks only its newline counts."""
     events, last = [train_event(1, 3.0), train_event(2, 2.0)], json.dumps(train_event(3, 1.0))
     for cut in range(1, len(last) + 1):
         write_log(tmp_path, *events, tail=last[:cut])
@@ -70,7 +70,7 @@ def test_numbers_that_are_not_finite_become_null(tmp_path):
 
 
 def test_files_are_written_whole_or_not_at_all(tmp_path):
-    """Records, logs and checkpoints: if a write fails, the old file is unchanged and no temporary file is left."""
+    """If the write of a record, log or checkpoint fails, the old file is unchanged and no temporary file is left."""
     result, weights = tmp_path / "result.json", tmp_path / "c"
     write_log(tmp_path, train_event(1, 3.0))
     write_json(result, {"val_loss": 1.5, "list": [1, 2]})
@@ -157,7 +157,7 @@ def test_only_what_a_dead_process_of_this_host_left_is_deleted(tmp_path):
     mine, dead = tmp_path / "result.json", left_behind(tmp_path / "result.json")
     host, pid, start = re.fullmatch(r"result.json.tmp-(.+)-(\d+)-(\d+)", dead.name).groups()
     of = lambda *parts: f"result.json.tmp-{'-'.join(map(str, parts))}"
-    gone = [dead.name, of(host, os.getpid(), 1)]  # an earlier process with this process's number
+    gone = [dead.name, of(host, os.getpid(), 1)]  # an earlier process with the same number
     kept = [of("elsewhere", pid, start), Path(files.temporary(mine)).name, of(host, os.getppid(),
             files.started(os.getppid())), "result.json.tmp-17", "result.json.tmp-", "mine.tmp-3", "x.json"]
     for clean in (lambda: lock_folder(tmp_path).close(), lambda: write_json(tmp_path / "result.json", {})):

@@ -237,7 +237,7 @@ def test_a_damaged_run_is_named_and_left_out(tmp_path, damage, reason):
 @pytest.mark.parametrize("last, reason", [
     (1034, "it diverged: loss or gradient not finite up to step 1034"), (1033, "not finished (step 1033)")])
 def test_a_run_has_diverged_once_it_gave_up(tmp_path, last, reason):
-    """It gives up after 10 steps, max_bad_steps. A run that was killed before that may still recover."""
+    """A run gives up after max_bad_steps, here 10. A run that was killed before that may still recover."""
     names = make_sweep(tmp_path, **SMALL)
     (tmp_path / VICTIM / "result.json").unlink()
     with open(tmp_path / VICTIM / "log.jsonl", "a") as log:
@@ -342,7 +342,7 @@ def test_each_number_on_a_sweeps_pages_comes_from_its_records(name, tmp_path, un
 
 
 def test_the_three_lines_of_the_documentation_work(monkeypatch):
-    """They give the same losses as the file, averaged by hand."""
+    """The lines give the same mean losses as a computation by hand."""
     monkeypatch.chdir(RESULTS.parent)
     blocks = re.findall(r"```python\n(.*?)\n```", Path("docs/experiments.md").read_text(), re.DOTALL)
     *statements, table = next(block for block in blocks if "records.read" in block).split("\n")
@@ -401,8 +401,8 @@ def test_losses_are_means_over_all_files_and_over_seeds_that_chose_nothing(whole
 
 
 def test_the_multiplier_is_that_of_the_laws(whole):
-    """It says how many times b's tokens Longhorn needs for b's loss. The laws' value is inside the interval, which is
-    narrow."""
+    """The multiplier says how many times b's tokens Longhorn needs for b's loss. The laws' value is inside its narrow
+    interval."""
     _, _, tables, page = whole
     E, A, alpha, B, beta = LAWS["longhorn"]
     for b, (size, n) in itertools.product(("retnet", "gla", "mamba"), SIZES.items()):

@@ -63,8 +63,8 @@ def test_the_same_seed_says_the_same(out):
 
 
 def test_what_is_said_is_what_the_model_generates(out):
-    """It equals `generate` on the loaded model, also after a prompt longer than the training context. The defaults are
-    one sample of 500 tokens after an empty line, at a temperature of 0.8."""
+    """The text equals that of `generate` on the loaded model, also after a prompt longer than the training context. The
+    defaults are one sample of 500 tokens after an empty line, at a temperature of 0.8."""
     lm, meta = sample.load_model(out)
     assert not lm.training and meta["tokenizer"] == "bytes"
     for prompt, n, given in ("\n", 500, False), ("far longer than the context of twenty-four bytes " * 3, 50, True):
@@ -81,14 +81,14 @@ def test_text_streams_character_by_character(out, monkeypatch):
     _, screens = says(monkeypatch, [*"aé😀b".encode(), 0xE2, 0x82])
     result = run(out_dir=out, prompt="P", max_new_tokens=10, num_samples=2)
     assert result.out == "Paé😀b\ufffd\n\n---\nPaé😀b\ufffd\n"
-    assert screens[:8] == ["", "", "Pa", "Paé", "Paé", "Paé", "Paé", "Paé😀"]  # the first two build the kernels
+    assert screens[:8] == ["", "", "Pa", "Paé", "Paé", "Paé", "Paé", "Paé😀"]  # the first two tokens build the kernels
     text = Text("bytes")  # bytes that are not text, or not bytes, do not stop the stream
     assert text.encode("\ud83d") == [0xED, 0xA0, 0xBD]
     assert "".join(text.decode(token) for token in [0xC3, 0x28, 256, 0xFF, 300, 0x61]) == "\ufffd(\ufffda"
 
 
 def test_prompts_come_from_the_command_line_a_file_or_stdin(out, tmp_path, monkeypatch):
-    """They are in UTF-8. A model of bytes also takes bytes that are not text."""
+    """Prompts are in UTF-8. A model of bytes also takes bytes that are not text."""
     prompts, _ = says(monkeypatch, [33])
     content = b"\xff\xfea\r\n\x00"
     (tmp_path / "prompt.txt").write_text("from a file €\n", encoding="utf-8")

@@ -46,7 +46,7 @@ def mamba_ssms(u, delta, A, B, C, D=None, z=None, delta_bias=None, update="mamba
     (2, 33, 6, 5, None, True, ()), (3, 1, 12, 3, 4, True, ("D", "delta_bias")),
     (2, 45, 10, 8, 2, False, ("delta_bias", "z")), (1, 7, 5, 2, 5, True, ("D", "z", "delta_bias"))])
 def test_mamba_ssms_function_is_its_recurrence(batch, T, D, N, groups, softplus, without):
-    """In mamba-ssm's layout, with every gradient, also through the last state."""
+    """Results and every gradient agree in mamba-ssm's layout, also through the last state."""
     draw = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + N))
     rows = (batch, N, T) if groups is None else (batch, groups, N, T)
     a = {"u": draw(batch, D, T), "delta": draw(batch, D, T), "A": -draw(D, N).exp(), "B": draw(*rows),
@@ -107,7 +107,7 @@ def test_hugging_faces_mamba_runs_on_our_scan_with_the_lines_of_the_page(monkeyp
 
 
 def test_the_scans_run_in_another_project(tmp_path):
-    """They need only the files that the page names."""
+    """The scans need only the files that the page names."""
     for folder in ("kernels", "common"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "longhorn_scan.cu", tmp_path)
@@ -125,7 +125,7 @@ def test_the_scans_run_in_another_project(tmp_path):
 @pytest.mark.parametrize("backend", ("", "torch"))
 @pytest.mark.parametrize("lengths", [[31, 0, 33, 1], [32, 32, 0]], ids=str)
 def test_packed_sequences_are_separate_sequences(update, backend, lengths):
-    """With every gradient, in both directions."""
+    """Results and every gradient agree, in both directions."""
     row = OPERATORS[update]
     half, cu = packed(update, lengths, 20, 3, BF16)
     assert not wrong(update, half, backend, cu_seqlens=cu.int())

@@ -2,8 +2,8 @@
 
     python -m pytest tests/test_self_check.py
 
-An edit either changes the training loss and agrees with the state path, or the run stops at its start with one line
-that names the place.
+An edit either changes the training loss and agrees with the state path, or it stops the run with one line that names
+the place.
 """
 
 import ctypes
@@ -342,7 +342,7 @@ def test_a_mixer_with_only_forward_or_sizes_of_its_own_starts(mixer, sizes, monk
 
 
 def rounding(line):
-    """The match of what the line says of bfloat16, or None. It may be at most 3 times the plain operators' rounding."""
+    """The match of the line's error in bfloat16, or None. It may be at most 3 times the plain operators' rounding."""
     said = re.search(r"in bfloat16 to (\S+) times the plain operators' rounding", line)
     assert said is None or 0 < float(said[1]) <= 3
     return said

@@ -131,7 +131,7 @@ def test_each_cell_has_a_gpu_or_nproc_gpus_of_its_own(tmp_path, stand_in, monkey
     assert devices(cells) == {"0,1", "2,3"}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children that their parent died")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
 def test_cells_of_a_killed_driver_save_while_those_of_the_next_driver_wait(tmp_path, drive_gated):
     driver = drive_gated()
     wait_until(both_have(tmp_path, "held"))
@@ -148,7 +148,7 @@ def test_cells_of_a_killed_driver_save_while_those_of_the_next_driver_wait(tmp_p
 
 
 def test_a_sweep_has_one_driver(tmp_path, drive_gated):
-    """A second one is refused in a line that names the first; a killed driver leaves nothing behind."""
+    """A second driver is refused in a line that names the first. A killed driver leaves nothing behind."""
     first = drive_gated()
     wait_until(both_have(tmp_path, "held"))
     second = drive_gated()
@@ -161,7 +161,7 @@ def test_a_sweep_has_one_driver(tmp_path, drive_gated):
 
 
 def test_a_killed_cell_goes_on_if_it_got_further(tmp_path, drive_gated):
-    """Otherwise it has failed: it would be killed again and again."""
+    """A cell that got no further has failed: it would be killed again and again."""
     driver = drive_gated(2)
     wait_until(both_have(tmp_path, "held"))
     (tmp_path / "c0" / "checkpoint-0.safetensors").touch()
@@ -241,7 +241,7 @@ def every_cell(preset):
 
 
 def test_the_paper_preset_has_the_papers_settings():
-    """Compared with Section 5.2 and Table 5, written out by hand."""
+    """The settings of Section 5.2 and Table 5 are written out by hand."""
     cells = every_cell(sweep.PRESETS["paper"])
     sizes = {"120M": (12, 768, 12, 4800, 6e-4), "350M": (24, 1024, 16, 13500, 3e-4)}
     # min_lr -1 is a tenth of the peak, warmup_iters -1 is 5% of the steps
@@ -261,7 +261,7 @@ def test_the_paper_preset_has_the_papers_settings():
 @pytest.mark.parametrize("argv, search, seed", [
     (["duel", "longhorn", "mamba"], 2 * (4 + 3) * 4, 2 * 2 * 16 * 3), (["laptop"], 6 * 2 * 4, 6 * (5 + 3) * 3)])
 def test_runs_of_a_preset_differ_only_as_planned(argv, search, seed):
-    """Counted by hand: families x seeds x rates, families x seeds x budgets, and one cosine per size."""
+    """Runs are counted by hand: families x seeds x rates, families x seeds x budgets, and one cosine per size."""
     preset = chosen(*argv)
     cells = every_cell(preset)
     assert len({c.name for c in cells}) == len(cells)
@@ -310,7 +310,7 @@ def test_the_law_runs_one_family_and_size_after_another():
 
 
 def test_the_law_on_a_gpu_is_a_ladder_to_the_papers_120M(monkeypatch, capsys):
-    """Five sizes, each with 20 to 200 tokens per parameter."""
+    """The ladder has five sizes, each with 20 to 200 tokens per parameter."""
     preset = chosen("law_gpu", "longhorn")
     cells = sweep.reported_cells(preset, dict.fromkeys(itertools.product(preset.models, preset.sizes), 1e-3))
     sweep.estimate(cells)
@@ -536,7 +536,7 @@ def test_further_budgets_branch_from_the_checkpoints_that_exist(tmp_path, of_a_s
 
 
 def test_a_run_that_has_begun_goes_on_as_it_began(tmp_path, of_a_seed):
-    """It keeps the checkpoints it was told to keep, from which other budgets branch, and no others."""
+    """The run keeps the checkpoints it was told to keep, from which other budgets branch, and no others."""
     first = of_a_seed(1024, 512)
     runner.write_plan(tmp_path, first)
     has_run(tmp_path / first[0].name, 410)
@@ -652,8 +652,8 @@ def test_a_search_goes_beyond_its_edge_three_times_at_most(tmp_path, pretend, be
 
 
 def test_a_law_runs_family_by_family_and_goes_on_with_other_presets(tmp_path, pretend):
-    """The rates of 60K and 250K come from the line. law_half then halves a rate, and law_predicted continues the first
-    seed."""
+    """The rates of 60K and 250K come from the line through the other sizes. law_half then halves a rate, and
+    law_predicted continues the first seed."""
     best = {"130K": 6e-3, "460K": 4e-3, "1.5M": 2e-3}
     ran = pretend(lambda at: 1 + math.log(at["learning_rate"] / best.get(at["size"], 1)) ** 2)
     run = lambda preset: sweep.main([preset, "llama", "longhorn", "--budgets=512", f"--out={tmp_path}"])
@@ -707,8 +707,8 @@ def test_no_rate_is_chosen_while_a_run_of_the_search_is_missing(tmp_path, preten
 
 
 def test_a_sweep_grows_by_what_is_new(tmp_path, pretend, capsys):
-    """It grows by seeds, sizes, budgets and families. The rate that seeds ran at stays, and a label keeps its meaning.
-    --dry-run says what would begin."""
+    """It can grow by seeds, sizes, budgets and families. The rate that seeds ran at stays, and a label keeps its
+    meaning. --dry-run says what would begin."""
     ran = pretend(lambda at: 1 + abs(at["learning_rate"] - 3e-3))
 
     def run(*argv):

@@ -133,14 +133,14 @@ def test_learning_rates_of_each_schedule_are_right():
 
 
 def test_warmup_and_decay_have_defaults():
-    """They are 5% and 20% of the steps, here 2 and 7 of 33. The rate falls to a tenth of the peak."""
+    """By default they are 5% and 20% of the steps, here 2 and 7 of 33. The rate falls to a tenth of the peak."""
     rates = factors(max_iters=33, schedule="wsd")
     assert rates.index(1.0) == 1 and rates.count(1.0) == 33 - 2 - 7 + 1
     assert rates[-1] == 0.1 == factors(max_iters=33)[-1]
 
 
 def test_defaults_are_those_written_down():
-    """They are nanoGPT's, or those in README and --help. The settings of Table 5 are tested below."""
+    """The defaults are nanoGPT's, or those in README and --help. The settings of Table 5 are tested below."""
     literal = {"seed": 1337, "batch_tokens": 524288, "max_iters": 4800, "learning_rate": 6e-4, "min_lr": -1,
                "warmup_iters": -1, "decay_iters": -1, "eval_interval": 250, "log_interval": 10,
                "keep_checkpoints": 2, "max_bad_steps": 10,
@@ -205,7 +205,8 @@ LARGE = {"longhorn_1b3": 1_331_595_264, "mamba_1b3": 1_334_740_992, "llama_1b3":
 
 @pytest.mark.parametrize("name", LARGE)
 def test_configs_have_the_settings_of_section_5_3(name):
-    """1.3B models: 100B tokens in steps of 2M, with 1B of warmup. 340M models: 15B in steps of 0.5M, with 0.5B."""
+    """1.3B models train on 100B tokens in steps of 2M, with 1B of warmup. 340M models train on 15B in steps of 0.5M,
+    with 0.5B of warmup."""
     config = read_config(name)
     tokens, warm = (100e9, 1e9) if name.endswith("1b3") else (15e9, 0.5e9)
     sizes = ModelConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)})
@@ -244,7 +245,7 @@ def test_the_log_has_every_step_and_evaluation(whole):
 
 
 def test_the_result_of_a_finished_run_agrees_with_its_log(whole):
-    """test_records.py computes its other numbers by hand."""
+    """test_records.py computes the other numbers by hand."""
     result = record(whole)
     assert result["val_loss"] == events(whole, "eval")[12]["val_loss"] and result["val_tokens"] == 699
     of_documents = result["val_document_losses"]
@@ -257,7 +258,7 @@ def test_the_result_of_a_finished_run_agrees_with_its_log(whole):
 
 
 def test_only_a_runs_own_files_are_moved_aside(data, ran, tmp_path, monkeypatch):
-    """All of its files are, also in a folder reached by a link. After a kill in the middle, the next command finishes
+    """All files of a run are moved, even if its folder is a link. After a kill in the middle, the next command finishes
     the move."""
     out = tmp_path / "folder"
     once = {"max_iters": 2, "checkpoint_interval": 1, "final_eval_tokens": 64}
@@ -285,7 +286,7 @@ def test_only_a_runs_own_files_are_moved_aside(data, ran, tmp_path, monkeypatch)
 
 
 def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_behind(ran, out):
-    """It overwrites its own beginning. A result is moved aside, and so is the beginning of another run."""
+    """The next start overwrites its own beginning. A result is moved aside, and so is the beginning of another run."""
     ran(out, max_iters=2)
     for gone, seed, aside in (("result", 1337, 0), ("nothing", 1337, 1), ("result", 2, 2)):
         for path in (*out.glob("*.safetensors"), *out.glob(f"{gone}.json")):
@@ -295,7 +296,7 @@ def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_behind(ran, out
 
 
 def test_the_screen_shows_what_the_log_has(ran, tmp_path):
-    """On a terminal of 80 columns, where the bar of a resumed run does not start at 0, and in a pipe."""
+    """This holds in a pipe, and on a terminal of 80 columns, where the bar of a resumed run does not start at 0."""
     go = lambda name, **how: ran(tmp_path / name, dtype="bfloat16", max_iters=3, eval_tokens=64, resume="auto", **how)
     screen = io.StringIO()
     screen.isatty = lambda: True
@@ -393,7 +394,7 @@ def evaluated(data, **changes):
 
 
 def test_the_validation_loss_is_the_mean_over_its_tokens(data, monkeypatch):
-    """With one window at a time, uneven batches and batches of one document; test_distributed.py uses several ranks."""
+    """Batches have one window, are uneven, or hold one document. test_distributed.py uses several ranks."""
     lm, evaluate = evaluated(data, eval_tokens=100)
     tokens = evaluate.data
     assert evaluate.windows[:, 1].tolist() == [32, 32, 32, 4]
@@ -513,7 +514,7 @@ def damage(path):
 
 @pytest.mark.parametrize("act, words", [(damage, "skipped: {}: damaged"), (Path.unlink, "")])
 def test_a_damaged_checkpoint_is_passed_over(whole, ran, out, act, words):
-    """The run continues from the previous one, and the later part of the log is dropped."""
+    """The run continues from the previous checkpoint, and the later part of the log is dropped."""
     shutil.copytree(whole, out)
     newest = out / "checkpoint.safetensors"
     act(newest)
@@ -527,7 +528,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole, ran, out, act, words):
 @pytest.mark.parametrize("changes, stop", [({"schedule": "constant"}, 12), ({"schedule": "wsd", "decay_iters": 4}, 7),
                                            ({"schedule": "constant", "warmup_iters": -1, "max_iters": 80}, 1)], ids=str)
 def test_a_run_can_be_made_longer_or_shorter(data, ran, out, tmp_path, changes, stop):
-    """It equals, bit for bit, a run of that length from the start with the same warmup."""
+    """It then equals, bit for bit, a run planned with this length and warmup from the start."""
     plan = {"warmup_iters": 2, "eval_tokens": 64, **changes}
     longer = {**plan, "max_iters": stop + 4, "resume": "auto"}
     ran(tmp_path / "whole", **{**longer, "warmup_iters": 4 if stop == 1 else 2})
@@ -545,8 +546,8 @@ def test_a_run_can_be_made_longer_or_shorter(data, ran, out, tmp_path, changes, 
 
 
 def test_a_branch_equals_the_run_from_scratch(trunk, ran, tmp_path):
-    """Its weights and log are equal bit for bit, also if it is stopped on its way and ends after its trunk. A branch
-    stopped in its first step has saved the step where it began. An earlier run in its folder stays whole."""
+    """Weights and log are equal bit for bit, also if the branch is stopped on its way and ends after its trunk. A
+    branch stopped in its first step has saved the step where it began. An earlier run in its folder stays whole."""
     kept = "best checkpoint checkpoint-10 checkpoint-4 checkpoint-8"
     assert " ".join(sorted(p.stem for p in trunk.glob("*.safetensors"))) == kept
     for step, end, decay in ((4, 5, -1), (10, 16, 5)):
@@ -600,8 +601,8 @@ def module_of(path):
 
 
 def test_the_identity_of_the_code_covers_what_can_change_a_result(tmp_path, monkeypatch):
-    """It covers the content of imported files, even a user's own file or a link to one, and of the kernels. It leaves
-    out README, packages, other scripts, pictures, reports and task scores, imported or not."""
+    """The identity covers the content of imported files, even a user's own file or a link to one, and of the kernels.
+    It leaves out README, packages, other scripts, pictures, reports and task scores, imported or not."""
     apart = ("plots.py README.md .venv/torch.py venv/lib/site-packages/torch.py sample.py runtime/loss_curve.py "
              "evaluation/tasks.py bench/scan.py experiments/recall/report.py experiments/vision/report.py").split()
     inside = ("train.py my_loss.py mine/loss.py experiments/vision/classify.py experiments/recall/cell.py "
@@ -850,7 +851,7 @@ def test_a_damaged_line_of_a_log_costs_only_that_line(whole, ran, out):
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_another_runs_log_is_noticed(whole, trunk, ran, out, kept):
-    """So is a missing log, at the next start, even of a finished run. If the run goes on, the other log is kept."""
+    """The next start also notices a missing log, even if the run has finished. If it goes on, the other log is kept."""
     shutil.copytree(whole, out)
     (out / "log.jsonl").unlink()
     if kept:
@@ -864,7 +865,7 @@ def test_another_runs_log_is_noticed(whole, trunk, ran, out, kept):
 
 @pytest.mark.parametrize("result", ["", "{", "another run's"])
 def test_a_result_that_is_lost_or_not_this_runs_is_made_again(whole, trunk, ran, out, result):
-    """This adds no line to the log."""
+    """Making it again adds no line to the log."""
     shutil.copytree(whole, out)
     (out / "result.json").unlink()
     if result:
@@ -1049,7 +1050,7 @@ def test_help_lists_every_key():
 
 
 def test_wandb_gets_the_run_and_its_losses_if_it_is_asked_for(ran, tmp_path, monkeypatch):
-    """The run has its given name or that of its folder. A resumed run keeps its id, and a branch gets another."""
+    """In wandb a run has its given name or that of its folder. A resumed run keeps its id; a branch gets another."""
     wandb = mock.Mock(summary={})
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     go = lambda name, **how: ran(tmp_path / name, max_iters=4, final_eval_tokens=64, **how)
@@ -1118,7 +1119,7 @@ def test_a_wandb_that_cannot_log_is_refused_before_anything_is_moved(data, out, 
 # -------------------------------------------------------------------------------- other models, data and evaluations
 
 class Line(torch.nn.Module):
-    """y = a x + noise, with what `train` needs of a model."""
+    """The model y = a x + noise, with what `train` needs of a model."""
 
     def __init__(self):
         super().__init__()

@@ -85,7 +85,7 @@ def arguments(out, file="vil_digits", **changes):
 def test_models_have_the_right_number_of_parameters(file, directions, count):
     with torch.device("meta"):
         parts = counting.parameter_count(Vision(config_of(file, 1000, directions=directions)))
-        task = "cifar" if directions == "shared" else "digits"  # these configs have equally many
+        task = "cifar" if directions == "shared" else "digits"  # in these, all have as many parameters
         equal = [counting.parameter_count(Vision(config_of(f"{f}_{task}")))["total"] for f in ("vil", "vim", "vit")]
     assert parts["total"] == sum(n for name, n in parts.items() if name != "total") == count
     assert max(equal) < 1.02 * min(equal)
@@ -105,7 +105,7 @@ def test_the_papers_models_have_the_recipe_of_vision_mamba(size, changes):
 
 
 def test_flops_are_those_that_pytorch_counts():
-    """Those of a ViT are the matrix products that PyTorch counts. A second direction adds one scan."""
+    """The FLOPs of a ViT are those of the matrix products that PyTorch counts. A second direction adds one scan."""
     vit, x = Vision(small(model="vit")), torch.randn(1, 1, 8, 8)
     with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):  # counts this backend's products
         vit(x)
