@@ -619,7 +619,7 @@ def quiet_transformers():
 
 
 def in_transformers(folder, kind):
-    """transformers' model in a folder, in float32: with its own class or, for our format, the code in the folder.
+    """Load transformers' model from a folder in float32, with its own class or, for our format, the code in the folder.
     Raises Unlike if it cannot be loaded completely."""
     transformers = quiet_transformers()
     try:

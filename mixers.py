@@ -141,7 +141,7 @@ class Retention(nn.Module):
         y = self.out_proj(F.silu(g) * o)
         if state is None:
             return y, None
-        # only differences of angles matter: rotate the state's keys back by T, so that the next token is at 0 again
+        # only differences of angles matter: rotate the state's keys back by T, so that the next token is again at 0
         return y, self.rotate(S.transpose(2, 3), -T, 1 - T).transpose(2, 3)  # (B, H, n, n_v)
 
     def initial_state(self, batch_size, device):
@@ -261,7 +261,7 @@ class SlidingWindow(Attention):
             past_k, past_v = state
             k = torch.cat([past_k.to(k.dtype), k], 2)
             v = torch.cat([past_v.to(v.dtype), v], 2)
-            state = k[:, :, -self.window:].clone(), v[:, :, -self.window:].clone()  # a view would keep older ones alive
+            state = k[:, :, -self.window:].clone(), v[:, :, -self.window:].clone()  # a view would keep older keys alive
         S = k.shape[2]
         cos, sin = rotary_tables(0, S, self.n // 2, x.device, constant=state is None)  # (S, n/2) each
         q, k = apply_rotary(q, cos[S - T:], sin[S - T:]), apply_rotary(k, cos, sin)
@@ -278,7 +278,7 @@ class LonghornExact(Longhorn):
 # --------------------------------------------------------------------------------------------------------------- RWKV-4
 
 class RWKV4TimeMix(nn.Module):
-    """RWKV-4's attention without softmax (Peng et al. 2023, Eq. 11 to 18; the paper's Appendix A.4).
+    """RWKV-4's attention without softmax (Peng et al. 2023, Eq. 11 to 18; Longhorn's paper, Appendix A.4).
 
         x_c = x + (x_before - x) * mu_c  for c in r, k, v
         r, k, v = W_r x_r, W_k x_k, W_v x_v
@@ -318,7 +318,8 @@ class RWKV4TimeMix(nn.Module):
 # ----------------------------------------------------------------------------------------- the delta rule and relatives
 
 def share(x):
-    """(1 - e^-x) / x for x >= 0, without cancellation in value or gradient: its series below 1, exact in float64."""
+    """(1 - e^-x) / x for x >= 0, without cancellation in value or gradient. For x < 1 it sums the series, exact in
+    float64."""
     below = x.clamp(max=1)
     y = 1.0
     for n in range(18, 1, -1):
@@ -368,7 +369,7 @@ class DeltaNet(nn.Module):
     def forward(self, x, state=None):
         before, S = (None, None) if state is None else state
         qkv = self.qkv(x)  # (B, T, H (2 n + n_v))
-        c = causal_conv1d(qkv, self.conv_weight, None, before, backend=self.backend)  # one call for all three
+        c = causal_conv1d(qkv, self.conv_weight, None, before, backend=self.backend)  # one call for q, k and v
         qk, v = c.split([2 * self.H * self.n, self.H * self.n_v], -1)
         qk = qk.unflatten(-1, (2 * self.H, self.n))  # (B, T, 2 H, n)
         v = v.unflatten(-1, (self.H, self.n_v))  # (B, T, H, n_v)
@@ -492,7 +493,7 @@ class Mamba2(nn.Module):
         D = softplus(dt + dt_bias);  S = exp(-exp(A_log) D) S' + D B^T x;  y = C S + skip * x         per head
         out = W_out (RMSNorm(y * silu(z)) * weight)
 
-    N = 8 d_state (Mamba: d_state): 128 at the default of 16, as in the paper. All heads share B and C. A head has
+    N = 8 d_state (Mamba: d_state): 128 at the default of 16, as in Mamba-2's paper. All heads share B and C. A head has
     n_embd / n_head channels, so there are expand * n_head heads.
     """
 

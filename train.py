@@ -89,7 +89,7 @@ class TrainConfig(ModelConfig):
     log_interval: Count = 10  # steps between log lines
     checkpoint_interval: Whole = 0  # steps between checkpoints; 0: after each evaluation and at the end
     keep_checkpoints: Count = 2  # number of latest checkpoints to keep, besides the best
-    keep_steps: str = ""  # comma-separated steps whose checkpoints are kept for good, for --branch
+    keep_steps: str = ""  # comma-separated steps whose checkpoints are kept, for --branch
     wandb: Literal["off", "online", "offline"] = "off"  # also log to Weights & Biases
     wandb_project: str = "longhorn"  # project in Weights & Biases
     wandb_run_name: str = ""  # the run's name in Weights & Biases; empty: the name of its folder

@@ -114,7 +114,7 @@ class HarnessLM(TemplateLM):
 
     @torch.inference_mode()
     def score(self, pairs):
-        """[(log-likelihood in nats, True if every token is the most likely one)] for [(context, answer)], token ids."""
+        """Score [(context, answer)], token ids: [(log-likelihood in nats, True if each token is the most likely)]."""
         answers = {}  # context: places in `pairs`
         for i, (context, answer) in enumerate(pairs):
             if answer:  # may be empty: tokenizers can merge the whole answer into the context

@@ -54,9 +54,9 @@ boolq           BoolQ   acc       62.13  59.21  59.22     61.29
 HEADER, *ROWS = map(str.split, TABLE2.strip().splitlines())
 PAPER = [task for task, *_ in ROWS]  # the harness's names
 FAULTS = """In the paper's rows PIQA and WinoGrande are almost surely swapped: published models of this size get 70 to
-72 and 52 to 57. The paper labels OpenBookQA acc, but no model of this size reaches 42 to 44, and acc over 500 questions
-is a multiple of 0.2; acc_norm is shown here. It labels SIQA acc_norm, which the harness does not have; acc is shown
-here. So compare models with each other, not with the printed digits."""
+72 on PIQA and 52 to 57 on WinoGrande. The paper labels OpenBookQA acc, but no model of this size reaches 42 to 44, and
+acc over 500 questions is a multiple of 0.2; this table shows acc_norm. The paper labels SIQA acc_norm, which the
+harness does not have; this table shows acc. So compare models with each other, not with the printed digits."""
 
 
 # ----------------------------------------------------------------------------------------------- the embedded tasks
@@ -169,7 +169,7 @@ def import_harness():
 
 
 def named(tasks, folder):
-    """The tasks in --tasks, for harness.load_tasks; `paper` and `embedded` stand for several. Raises ConfigError."""
+    """The tasks in --tasks, for harness.load_tasks; `paper` and `embedded` are several tasks. Raises ConfigError."""
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise ConfigError("no tasks: give --tasks=embedded, --tasks=paper, or comma-separated harness tasks")

@@ -45,7 +45,7 @@ class Evaluate:
     @torch.no_grad()
     def loss(self, model, parts):
         """(mean loss in nats per token, [loss per part], [tokens per part]) over parts of the validation split, each an
-        array (n, 2) of windows' starts and lengths. All processes share the work."""
+        array (n, 2) of window starts and lengths. All processes share the work."""
         model.eval()
         rank = distributed.rank()
         world = distributed.world_size()
