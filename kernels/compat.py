@@ -3,7 +3,7 @@
     from kernels.compat import longhorn_scan, selective_scan_fn
 
 Copy kernels/, common/ and longhorn_scan.cu. They need PyTorch and a C++ compiler, and for a GPU nvcc or NVRTC.
-docs/kernels.md shows how to run Hugging Face's Mamba on them.
+docs/kernels.md shows how to run Hugging Face's Mamba on these kernels.
 """
 
 import torch

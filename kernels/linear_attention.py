@@ -316,7 +316,7 @@ def _run(op, backend, loop, chunks, timed, constants, state, library=None, libra
     if packed is not None:  # packed documents run in chunks, never in the library's kernels
         chosen = v.device.type
         if len(timed) > 3:  # a document begins with a closed gate
-            gates = torch.zeros_like(timed[3]) if timed[-1] is None else timed[-1]  # if None, as beta (B, T, H)
+            gates = torch.zeros_like(timed[3]) if timed[-1] is None else timed[-1]  # without gates: zeros (B, T, H)
             starts = packed.starts[(..., *[None] * (gates.dim() - 2))]
             timed = (*timed[:-1], gates.masked_fill(starts, CLOSED))
     if v.shape[1] == 1:  # a step of sampling

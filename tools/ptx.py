@@ -22,7 +22,7 @@ MODULE = re.compile(r"""\s*(?:
   | \.section\s+\.debug\w*\s*\{[^}]*\}
   | (?P<bytes>\.global \s+ \.align\s+(?P<align>\d+) \s+ \.b8\s+(?P<name>\w+)\[(?P<size>\d+)\] \s*=\s*
     (?P<values>\{[\d,\s]*\});)
-  | \.global\s+\.align\s+\d\s+\.[us]\d+\s+\w+;               # constants that NVRTC keeps: unknown names in the C++
+  | \.global\s+\.align\s+\d\s+\.[us]\d+\s+\w+;               # constants that NVRTC keeps; C++ using one fails
   | \.extern\s+\.shared\s+\.align\s+16\s+\.b8\s+(?P<shared>\w+)\[\];
   | (?:\.visible|\.weak)?\s*\.entry\s+(?P<kernel>\w+)\(
     \s*\.param\s+\.align\s+8\s+\.b8\s+(?P<param>\w+)\[(?P<args>\d+)\]\s*\)

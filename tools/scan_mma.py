@@ -195,7 +195,7 @@ def forward_kernel(e, x, k, q, g, h0, y, hT, kept, T, D, N: tl.constexpr, PRECIS
     rows = tl.num_programs(1)
     channels = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     states = tl.arange(0, N)
-    place = b * D * N + channels[:, None] * N + states[None, :]  # of a state, (channels, states)
+    place = b * D * N + channels[:, None] * N + states[None, :]  # offsets of the states, (channels, states)
     steps = tl.arange(0, 2 ** C)[None, :]
     last = last_steps(C)
     S = tl.load(h0 + place)
@@ -220,7 +220,7 @@ def backward_kernel(e, x, k, q, g, kept, dy, dhT, de, dx, dk, dq, dh0, scratch, 
     rows = tl.num_programs(1)
     channels = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     states = tl.arange(0, N)
-    place = b * D * N + channels[:, None] * N + states[None, :]  # of a state, (channels, states)
+    place = b * D * N + channels[:, None] * N + states[None, :]  # offsets of the states, (channels, states)
     share = tl.program_id(0).to(tl.int64) * rows * T * N
     steps = tl.arange(0, 2 ** C)[None, :]
     last = last_steps(C)
