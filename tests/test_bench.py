@@ -109,7 +109,7 @@ def test_contenders_take_turns_alone_and_then_with_the_backward(monkeypatch):
 
 
 def test_the_step_benchmark_writes_its_record_after_every_round(here, monkeypatch, tmp_path):
-    """So an interrupt leaves the finished rounds."""
+    """An interrupt then leaves a record of the finished rounds."""
     written = []
     monkeypatch.setattr(measure, "write_record", lambda out, record: written.append(json.loads(json.dumps(record))))
     assert step.main([*TINY, "--families=longhorn", "--rounds=2", "--kernels", f"--out={tmp_path}/step.json"]) == 0
@@ -151,7 +151,7 @@ def test_a_worker_says_why_it_ended(monkeypatch):
 
 
 def test_overlapping_kernels_of_two_streams_count_once():
-    assert step.busy_and_idle([(9, 10), (1, 4)]) == (4, 5)  # sorted by their ends
+    assert step.busy_and_idle([(9, 10), (1, 4)]) == (4, 5)  # spans sorted by their ends
     assert step.busy_and_idle([(0, 10), (2, 3), (8, 12), (15, 16)]) == (13, 3)
 
 
@@ -224,7 +224,7 @@ def test_a_stage_gets_the_time_that_others_do_not_need():
 
 
 def test_after_a_failed_build_stages_are_left_out_and_no_success_is_repeated(tmp_path, capsys):
-    """This also holds in later calls, which return how many stages failed or were left out."""
+    """A failed build counts in later calls too. A call returns how many stages failed or were left out."""
     add = ["sh", "-c", f"printf x >> {tmp_path}/ran"]
     done = {}
     good = Stage("a", 10, add)

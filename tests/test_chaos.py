@@ -102,8 +102,8 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(undisturbed, launc
         torn += writing(out)
         for rank in set(range(world)) - set(victims):
             line = (r.said(rank).splitlines() or [""])[-1]
-            met = "micro-batches per step" in r.said(0)  # ranks miss only ranks that they have met
-            done = codes[rank] == 0  # it had already done its part of the last step
+            met = "micro-batches per step" in r.said(0)  # a rank misses only ranks that it has met
+            done = codes[rank] == 0  # the rank had already done its part of the last step
             assert "no answer from rank" in line and "--resume=auto" in line or not met or done, (line, codes)
     if not (out / "result.json").exists():
         launch([*argv, "--timeout_minutes=10"], world).succeed()
@@ -200,7 +200,7 @@ def test_torchrun_brings_a_killed_worker_back(undisturbed, launch, start, data, 
 
 
 @LONG_FORM
-@pytest.mark.skipif(not (root and shutil.which("ip")), reason="as root, with iproute2's network namespaces")
+@pytest.mark.skipif(not (root and shutil.which("ip")), reason="needs root and iproute2's network namespaces")
 def test_two_hosts_survive_a_cut_cable(undisturbed, start, data, out, tmp_path):
     """A cable joins two network namespaces. Each runs torchrun in a loop, as a service manager would, and both finish
     the run once the cable is back."""
@@ -254,7 +254,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_both(launch, data, 
         assert_same_run(out, tmp_path / "None")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited as on Linux")
 def test_running_out_of_memory_is_one_line(launch, data, out):
     """2^21 tokens of 32 numbers each, 268 MB, exceed the limit, and the allocator raises its own error."""
     large = {**RUN, "n_embd": 32, "block_size": 512, "batch_tokens": 2**21, "micro_batch_size": 4096}
@@ -281,9 +281,9 @@ def test_a_sweep_finishes_though_its_driver_and_cells_are_killed(start, launch, 
 @pytest.mark.parametrize("silent, env, again", [("process", {}, [signal.SIGTERM]),
                                                 ("disk", {"SLURM_JOB_ID": "7"}, [signal.SIGTERM, signal.SIGINT])])
 def test_a_second_interrupt_does_not_wait(launch, data, out, silent, env, again):
-    """It waits neither for a stopped process nor for a disk that never finishes a checkpoint. If a process is stopped,
-    the main thread runs no Python, yet the first interrupt is answered. Under Slurm, which repeats SIGTERM, a SIGTERM
-    ends nothing."""
+    """The run waits neither for a stopped process nor for a disk that never finishes a checkpoint. If a process is
+    stopped, the main thread runs no Python, yet the first interrupt is answered. Under Slurm, which repeats SIGTERM, a
+    SIGTERM ends nothing."""
     world, places = (1, [("step", 10), ("write", 1)]) if silent == "disk" else (2, [("step", 10)])
     argv = arguments(data, out, RUN, micro_batch_size=2, checkpoint_interval=1000, eval_interval=0, max_iters=400)
     r = launch(argv, world, env, hold=places)
@@ -291,7 +291,7 @@ def test_a_second_interrupt_does_not_wait(launch, data, out, silent, env, again)
     r.send(signal.SIGSTOP, 1) if silent == "process" else None
     r.send(signal.SIGINT, 0)
     r.go()
-    assert silent == "process" or r.held(place=1), "the first interrupt ended it"
+    assert silent == "process" or r.held(place=1), "the first interrupt ended the run"
     assert r.until(lambda: "\nSIGINT: the run stops after this micro-batch" in f"\n{r.said()}", "answer")
     for number in again:
         assert r.alive()
@@ -310,7 +310,7 @@ for rank in 0 1; do SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" || code=$?; done
 
 @pytest.mark.parametrize("code, again", [(0, True), (75, True), (138, True), (2, False)])
 def test_slurm_starts_each_rank_and_requeues_an_unfinished_run(tmp_path, code, again):
-    """With stand-ins for Slurm's commands and for Python."""
+    """Stand-ins replace Slurm's commands and Python."""
     for name, does in SLURM.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
         (tmp_path / name).chmod(0o755)
@@ -365,7 +365,8 @@ def fill(disk):
 
 
 def test_a_run_survives_a_disk_that_is_full_for_a_while(undisturbed, launch, small_disk, data):
-    """The run goes on, and its records are complete. Its 30 lines on the full disk exceed the log's last page."""
+    """The run goes on, and its records are complete. While the disk is full it logs 30 lines, more than the last page
+    of the log can take."""
     disk, first = small_disk(4), 2 * RUN["checkpoint_interval"] + 7
     out = disk / "run"
     r = launch(arguments(data, out, RUN), hold=[("step", first), ("step", first + 30)])
@@ -384,8 +385,8 @@ def test_a_run_survives_a_disk_that_is_full_for_a_while(undisturbed, launch, sma
 
 @pytest.mark.parametrize("room", [0, pytest.param(300_000, marks=LONG_FORM)])
 def test_a_run_on_a_disk_that_stays_full_stops_and_can_be_resumed(launch, small_disk, data, tmp_path, room):
-    """The run says so, and a resumed run finishes it. If there is room for the small records but not for a checkpoint,
-    result.json must not say that the run is finished."""
+    """The run says that the disk is full, and a resumed run finishes. If there is room for the small records but not
+    for a checkpoint, result.json must not say that the run is finished."""
     disk, large = small_disk(12), {**RUN, "n_embd": 64, "max_iters": 120}
     out = disk / "run"
     r = launch(arguments(data, out, large), hold=[("step", 40)])
@@ -414,9 +415,9 @@ STEP = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")  # audit event
 
 
 def test_a_killed_preparation_leaves_a_folder_whole_or_unfinished(tmp_path, monkeypatch):
-    """Kills it at each step (in the short form before each rename) while it replaces the finished files of another
-    source of the same size, and then once more. After each kill the folder is either whole or unfinished. test_data.py
-    does the same for data/tokens."""
+    """Kills the preparation at each step, or in the short form before each rename, while it replaces the finished files
+    of another source of the same size. A second preparation is killed over what is left. After each kill the folder is
+    either whole or unfinished. test_data.py does the same for data/tokens."""
     for name, value in (("FULL_CHECK_TOKENS", 0), ("SPOT_CHECKS", 2), ("SPOT_TOKENS", 2)):
         monkeypatch.setattr(prepared, name, value)  # the test itself compares the content
     folder, sound, kills = tmp_path / "d", {}, 0

@@ -67,7 +67,7 @@ def test_dtypes_and_shapes_round_trip(tmp_path, dtype):
 
 
 def test_loaded_tensors_are_copies_of_the_saved_ones(tmp_path):
-    """Holds for views, tied tensors and parameters, under any name. Later writes to the file change nothing."""
+    """This holds for views, tied tensors and parameters under any name. Later writes to the file change nothing."""
     w = torch.nn.Parameter(torch.randn(6, 8))
     path = tmp_path / "c"
     meta = {"step": 3, "x": [1.5, None, "ü\n\"\\"], "bytes": "0" * 16, "crc32": "\"crc32\":\"00000000\"",
@@ -226,7 +226,7 @@ def test_a_folder_without_a_checkpoint_names_the_newest_elsewhere(tmp_path, monk
 
 
 def test_the_traps_were_armed(tmp_path):
-    """The pickle refused above runs code when it is opened, and a forged file with a right header is loaded."""
+    """The pickle refused above runs code when it is opened, and a forged file with a correct header is loaded."""
     pickle.loads(pickle.dumps(Malice(tmp_path / "ran")))
     assert (tmp_path / "ran").exists()
     (tmp_path / "c").write_bytes(forge('"meta":"{}"', ',"x":{"dtype":"I8","shape":[1],"data_offsets":[0,1]}', b"7"))
@@ -234,7 +234,7 @@ def test_the_traps_were_armed(tmp_path):
 
 
 def test_weights_are_loaded_alone(tmp_path):
-    """From a run or an imported model. The optimiser's tensors, twice as large, are never created."""
+    """They are those of a run or an imported model. The optimiser's tensors, twice as large, are never created."""
     state = {"model": {"a": torch.ones(2), "b.c": torch.zeros(3)}, "optimizer": {"model.x": torch.ones(4)}}
     tensors, skeleton = checkpoint.flatten(state)
     save(tmp_path / "c", tensors, {"skeleton": skeleton, "step": 3})
@@ -264,7 +264,7 @@ def files(folder):
 
 @pytest.mark.parametrize("links", [True, False])
 def test_the_last_and_the_best_are_kept(tmp_path, monkeypatch, links):
-    """They are hard links, or copies on a file system without links. A step kept on purpose stays too."""
+    """These checkpoints are hard links, or copies on a file system without links. A step kept on purpose stays too."""
     if not links:
         monkeypatch.setattr(os, "link", mock.Mock(side_effect=OSError(errno.EPERM, "no links")))
     manager = checkpoint.CheckpointManager(tmp_path, keep=3, kept_steps={3})

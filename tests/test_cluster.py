@@ -170,7 +170,7 @@ def test_a_slurm_that_does_not_answer_is_reported_in_one_line(start, tmp_path, s
 
 @SLURM
 def test_a_job_that_slurm_holds_is_reported_in_one_line(start, tmp_path, stand_in):
-    """Its node failed and came back before the job's first step had ended, so the job cannot start there again."""
+    """The node failed and came back before the job's first step had ended, so the job cannot start there again."""
     cells = {"a": [f"--gate={tmp_path}/gate"], "b": []}
     driver = drive(start, tmp_path, stand_in, cells, "slurm", "time=9")
     wait_until(lambda: (tmp_path / "a/held").exists() and is_finished(tmp_path / "b"), 240)
@@ -239,7 +239,7 @@ def test_cells_of_a_lost_node_of_ray_move_to_another(two_nodes, start, tmp_path,
     driver = drive(start, tmp_path, stand_in, cells, f"ray:{two_nodes.address}", jobs=0)
     wait_until(both_have(tmp_path, "held"), 240)
     pids = {name: (tmp_path / name / "pid").read_text() for name in ("c0", "c1")}
-    two_nodes.remove_node(next(iter(two_nodes.worker_nodes)), allow_graceful=False)  # where one of the two ran
+    two_nodes.remove_node(next(iter(two_nodes.worker_nodes)), allow_graceful=False)  # one of the two ran on it
     try:
         wait_until(lambda: not all(Path(f"/proc/{pid}").exists() for pid in pids.values()), 240)
         lost, = (name for name, pid in pids.items() if not Path(f"/proc/{pid}").exists())

@@ -74,7 +74,7 @@ SHORT = pytest.mark.usefixtures("short_chunks")
 @EVERY
 @pytest.mark.parametrize("backend", ("", "torch"))
 def test_values_and_every_gradient_are_right(name, backend):
-    """At odd sizes, in every dtype, with all optional arguments and with none, forward and in reverse."""
+    """Tries odd sizes and every dtype, with all optional arguments and with none, forward and in reverse."""
     row = OPERATORS[name]
     beyond = {}
     exact = F32 if name in NATIVE and not backend else F64
@@ -102,7 +102,7 @@ def rounds_often(name, backend, dtype, sizes):
 
 @EVERY
 def test_every_choice_of_optional_arguments_gives_right_results(name):
-    """Also for every choice of results that the loss depends on."""
+    """Also tries every choice of results that the loss depends on."""
     row, a = small(name, 35)
     beyond = {}
     for given in itertools.product((True, False), repeat=len(row.optional) + 1):
@@ -116,7 +116,7 @@ def test_every_choice_of_optional_arguments_gives_right_results(name):
 @EVERY
 @pytest.mark.parametrize("backend", ("", "torch"))
 def test_pieces_with_the_state_carried_equal_the_whole(name, backend):
-    """So do the gradients. Kernels give the same bits, since they do the same arithmetic at every step. Only the whole
+    """Gradients agree too. Kernels give the same bits, since they do the same arithmetic at every step. Only the whole
     is compared with the truth, with chunks as long as in training."""
     row = OPERATORS[name]
     a = cast(row, row.draw(100), F32 if name in NATIVE else F64)
@@ -161,7 +161,7 @@ def alone(f):
 @EVERY
 @pytest.mark.parametrize("backend", ("", "torch"))
 def test_packed_documents_give_what_each_gives_alone(name, backend):
-    """Gradients too, which stay the same to the bit if the backward recomputes the forward once or twice."""
+    """Gradients agree too, and stay the same to the bit if the backward recomputes the forward once or twice."""
     row = OPERATORS[name]
     starts = torch.zeros(3, 40, dtype=torch.bool)
     for b, lengths in enumerate(LENGTHS):
@@ -238,7 +238,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square(name):
 @SHORT
 @pytest.mark.parametrize("name", ("longhorn", "kda", "mesa", "wkv4"))
 def test_an_operator_compiles_as_one_graph(name):
-    """With aot_eager, which is torch.compile without the minute of code generation."""
+    """Uses aot_eager, which is torch.compile without the minute of code generation."""
     row, a = small(name, 17 if name == "mesa" else 9, F32 if name in NATIVE else F64)
     torch._dynamo.reset()
     compiled = torch.compile(row.run, fullgraph=True, backend="aot_eager")
@@ -252,7 +252,7 @@ def test_an_operator_compiles_as_one_graph(name):
 def test_views_give_the_same_bits_as_contiguous_tensors(name, dtype):
     """Arguments and incoming gradients are views: y.sum() hands the backward an expanded view with stride 0."""
     if name == "rms_norm" and dtype == F16:
-        pytest.skip("PyTorch's")
+        pytest.skip("computed by PyTorch")
     row = OPERATORS[name]
     a = cast(row, row.draw(35, D=17), dtype)
     for how in ({}, {"reverse": True})[:1 + (name in REVERSIBLE)]:

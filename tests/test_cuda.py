@@ -227,7 +227,7 @@ def test_the_loss_of_a_row_that_is_not_finite_is_nan(shim, monkeypatch):
 
 
 def test_the_loss_of_a_head_is_right(shim, monkeypatch):
-    """With some targets left out, and without any rows."""
+    """Some targets are left out, and another call has no rows."""
     x, weight = torch.randn(6, 4, generator=generator()), torch.randn(70, 4, generator=generator(1))
     targets = torch.tensor([3, -1, 0, 69, -1, 7])
     plain = lambda **a: (linear_cross_entropy(**a, targets=targets, backend="torch"), None)
@@ -304,7 +304,7 @@ def blocks_at_once(architecture, registers, shared):
 @pytest.mark.parametrize("update,dtype,shape,architecture,blocks,whole", COMPILED)
 def test_compiled_kernels_fit_as_many_blocks_as_the_layout_counts_on(tmp_path, update, dtype, shape, architecture,
                                                                      blocks, whole):
-    """Nor do they spill registers."""
+    """The kernels do not spill registers."""
     P, L = shape
     cubin, registers, spills = report(tmp_path, architecture, update, dtype, *shape)
     facts = struct.pack("<5q", build.CHUNK, ctypes.sizeof(build.ScanArgs), 128, 2 * 128 // L, P * L)
@@ -426,7 +426,7 @@ def test_a_call_on_an_h200_is_split_and_aligned(prepare):
 
 
 def test_a_kernel_that_the_driver_does_not_load_is_built_another_way(tmp_path, monkeypatch):
-    """First nvcc's cubin, then NVRTC's, then PTX for an architecture that the compilers know. Kernels whose CHUNK
+    """First comes nvcc's cubin, then NVRTC's, then PTX for an architecture that the compilers know. Kernels whose CHUNK
     differs from build.py's are refused: they would write outside their tensors."""
     monkeypatch.setattr(cuda, "nvcc", lambda: "nvcc")
     monkeypatch.setattr(cuda, "nvrtc", lambda: "a library")
@@ -488,7 +488,7 @@ def test_a_state_that_fits_no_block_is_refused_with_the_limit(gpu, update, N, mo
 
 @pytest.mark.parametrize("update", ("longhorn", "mamba"))
 def test_once_split_T_fills_the_gpu(update):
-    """There are as many blocks as the GPU runs at once in the backward, less at most one segment's."""
+    """The backward has as many blocks as the GPU runs at once, or at most one segment's blocks fewer."""
     for (gpu, least), blocks, dtype in itertools.product(((H200, 3), (A100, 2)), range(1, 200), (F32, BF16)):
         segments = launch.cuda_segments(update, dtype, PAIRS, blocks, 1 << 20, *gpu)
         least = 2 if update == "mamba" or dtype == F32 else least
@@ -498,7 +498,7 @@ def test_once_split_T_fills_the_gpu(update):
         if segments > 1:
             assert least * gpu[0] - blocks < blocks * segments <= least * gpu[0]
     states = [launch.cuda_shape(update, 64, 1024, 1536, N, *RTX)[0] for N in (32, 64)]
-    # four states per lane where only then two blocks fit, or one that fetches: Mamba's with eight takes 102,592 bytes
+    # four states per lane if two blocks, or one that fetches, fit only then: Mamba's with eight takes 102,592 bytes
     assert states == ([8, 4] if update == "mamba" else [4, 8])
 
 

@@ -86,8 +86,8 @@ def test_the_order_of_windows_is_that_of_past_runs(n, per_step, seed, step):
 
 
 def test_documents_of_the_validation_split_are_found(tmp_path):
-    """They start where meta.json says, or after each separator. Eight equal parts replace fewer than eight documents,
-    and at most 64 are used."""
+    """Documents start where meta.json says, or after each separator. Eight equal parts replace fewer than eight
+    documents, and at most 64 are used."""
     def starts(lengths, **meta):
         val = np.concatenate([[97] * (n - 1) + [0] for n in lengths])
         write_folder(tmp_path, val=val, **{"tokenizer": "bytes", **meta})
@@ -126,7 +126,7 @@ def token_data(folder, batch_tokens=192):
 
 @pytest.mark.parametrize("processes, micro, step", [(1, 5, 0), (2, 4, 3), (3, 9, 61)])
 def test_a_step_is_the_same_for_any_processes_and_micro_batches(folder_1000, processes, micro, step):
-    """Its windows are in order, rank after rank; a window is 16 tokens and their successors."""
+    """The windows of a step are in order, rank after rank; a window is 16 tokens and their successors."""
     data = token_data(folder_1000)
     rows = []
     for rank in range(processes):
@@ -481,7 +481,7 @@ def test_characters_of_nanogpt_are_adopted(tmp_path):
 
 @pytest.mark.parametrize("magic, dtype", [(20240520, np.uint16), (20240801, np.uint32)])
 def test_files_of_llm_c_are_adopted(tmp_path, magic, dtype):
-    """They are read in the order of their names; a number of tokens that differs from the header is refused."""
+    """Files are read in the order of their names; a number of tokens that differs from the header is refused."""
     def write(name, ids, count):
         header = np.zeros(256, np.int32)
         header[[0, 2]] = magic, count
@@ -611,8 +611,8 @@ def test_a_change_of_any_shard_is_noticed(small_units, tmp_path, prepare):
 
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])
 def test_preparing_tokens_goes_on_after_kill_9(small_units, tmp_path, prepare, kind):
-    """Kills it before the renames of a shard's files and of plan.json; at the end the disk has lost a shard. The second
-    of two texts is divided."""
+    """Kills `prepare` before the renames of a shard's files and of plan.json; at the end the disk has lost a shard. The
+    second of two texts is divided."""
     out, files = tmp_path / "out", [tmp_path / f"{name}.{kind}" for name in "ab"]
     for path, texts in zip(files, (documents(10), documents(80)), strict=True):
         write_jsonl(path, texts) if kind == "jsonl" else path.write_text("".join(texts), encoding="utf-8")
@@ -634,7 +634,7 @@ def test_preparing_tokens_goes_on_after_kill_9(small_units, tmp_path, prepare, k
 
 
 def test_a_data_set_of_the_hub_is_streamed_in_order(small_units, tmp_path, prepare):
-    """It is streamed shard by shard, with its own validation split, and its documents stay in order."""
+    """The set is streamed shard by shard, with its own validation split, and its documents stay in order."""
     (tmp_path / "hub").mkdir()
     texts = documents(80)
     for name, start, stop in (("train-0", 0, 40), ("train-1", 40, 70), ("validation-0", 70, 80), ("test-0", 0, 9)):
@@ -655,7 +655,7 @@ def test_characters_become_tokens(small_units, tmp_path, prepare):
 
 
 def test_files_of_tiktoken_are_read(tmp_path):
-    """tiktoken checks their sha256."""
+    """tiktoken checks the sha256 of its files."""
     ranks = Text("gpt2", vocab=VOCAB).encoding._mergeable_ranks
     lines = [base64.b64encode(token) + b" %d\n" % ranks[token] for token in sorted(ranks, key=ranks.get)]
     (tmp_path / "r50k_base.tiktoken").write_bytes(b"".join(lines))
@@ -681,7 +681,7 @@ def read(*paths, **how):
     (["line\n" * 5000], None, 2**11),
 ])
 def test_few_documents_are_divided(small_units, tmp_path, prepare, monkeypatch, texts, fraction, held_out):
-    """They stay in order, each followed by an end of text; the tail, starting at a line or a word, is held out."""
+    """Texts stay in order, each followed by an end of text; the tail, starting at a line or a word, is held out."""
     monkeypatch.setattr(any_tokens, "MOST_HELD_OUT", 2**11)
     write_files(tmp_path, {"small": "a", **{f"texts/{i}.txt": text for i, text in enumerate(texts)}})
     split = lambda name: prepare(files=[tmp_path / name], val_fraction=fraction, endings=("small",))
@@ -695,7 +695,7 @@ def test_few_documents_are_divided(small_units, tmp_path, prepare, monkeypatch, 
 
 
 def test_files_named_val_are_held_out(small_units, tmp_path, prepare, capsys):
-    """Files with other names beside them, as in code, prevent this. Empty documents are counted."""
+    """They are not held out beside files with other names, as in code. Empty documents are counted."""
     lines = '{"text": "one"}\n{"text": null}\n{"text": ""}\n'
     write_files(tmp_path / "in", {
         "train.txt": "two", "train-0.jsonl": lines, "Val/a.txt": "3", "w.dev.txt": "4"})
@@ -853,7 +853,7 @@ def test_tokenizers_of_other_people_work(tmp_path, prepare, capsys):
     for n in range(1, len(special)):  # decoding a token at a time after a prompt gives the same text
         again.begin(special[:n])
         assert written(special[:n]) + "".join(map(again.decode, special[n:])) == written(special)
-    kind = metaspace(tmp_path, lower=True)  # another under the same name
+    kind = metaspace(tmp_path, lower=True)  # another tokenizer under the same name
     rejected(lambda: prepare(end_of_text="<|bos|>"), "from other inputs")
     assert prepare(end_of_text="[EOS]", force=True).bytes_per_token is None
     assert "cannot reproduce val" in capsys.readouterr().err
@@ -1035,7 +1035,7 @@ def test_a_mixture_takes_its_share_from_each_dataset(parts, shares, counts):
 
 
 def test_a_mixture_is_known_by_its_parts(parts, tmp_path):
-    """By their content, order and shares; if a file of any part changes, a line says so."""
+    """The content, order and shares of its parts count. If a file of any part changes, a line says so."""
     a, b = parts
     data, again = (make_mixture(parts, "1/4", "3/4") for _ in range(2))
     assert again.identity == data.identity and again.file_times == data.file_times

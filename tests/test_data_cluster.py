@@ -1,6 +1,6 @@
 """data/tokens/cluster.py: tasks of datatrove, here, on Slurm and on Ray, write the tokens of the documents one by one.
 
-A test is skipped, with a line under -rs, without the datatrove (pip install --group cluster), Slurm or Ray it needs.
+Tests that need datatrove (pip install --group cluster), Slurm or Ray are skipped without it, with a line under -rs.
 """
 
 import contextlib
@@ -78,7 +78,8 @@ def has_ended(out, *ranks):
 
 
 def test_a_task_killed_twice_finishes_beside_another(start, tmp_path, source):
-    """It is held and killed before its shard has its name, and again before plan.json lists it; then it may finish."""
+    """The task is killed before its shard has its name, and again before plan.json lists the shard. Then it may finish.
+    """
     out = tmp_path / "out"
     command = [sys.executable, "data/tokens/cluster.py", *source, "--tasks=2", "--workers=2", "--out", out]
     for name in ("task-00001/00000.train.bin.tmp", "task-00001/plan.json.tmp"):
@@ -129,7 +130,7 @@ def in_this_process(monkeypatch):
 
 @pytest.mark.parametrize("tasks", [2, 100])
 def test_tasks_make_the_tokens_of_one_process(in_this_process, tmp_path, tasks):
-    """Also with a file without documents, a text file, more tasks than files, and a shard that the disk lost."""
+    """One file has no documents, one is a text, there may be more tasks than files, and the disk loses a shard."""
     (tmp_path / "files").mkdir()
     for name, texts in (("a.jsonl", TEXTS[:60]), ("b.jsonl.gz", []), ("c.jsonl.zst", TEXTS[60:])):
         write_jsonl(tmp_path / "files" / name, texts)
@@ -176,7 +177,7 @@ def test_work_that_tasks_cannot_do_is_refused(prepare, tmp_path, monkeypatch, ro
 
 
 def test_earlier_work_is_refused_or_resumed(prepare, tmp_path, monkeypatch):
-    """A job may hold it on a node believed lost, its record may be damaged, or it may come from other inputs."""
+    """Earlier tasks may still run on a node believed lost, have a damaged record, or have read other inputs."""
     with preparing(tmp_path / "out/task-00001"):
         rejected(prepare, "1 of 2 tasks", "another process is preparing")
     splits = prepare().meta["splits"]

@@ -84,7 +84,7 @@ def counts_graphs(argv):
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_compiled_layer_is_one_graph_on_several_processes(launch, data, out, parallel):
-    """It has one graph for training and one for evaluation. The losses equal those without torch.compile to the bit."""
+    """A layer has one graph for training and one for evaluation. Losses agree with those of eager layers to the bit."""
     how = {"parallel": parallel, "micro_batch_size": 6, "max_iters": 2, "eval_interval": 0, "final_eval_tokens": 64,
            "pattern": "mamba,rwkv", "n_layer": 2}
     launch(arguments(data, out.with_name("eager"), MIXED, **how), 2).succeed()
@@ -124,8 +124,8 @@ def saves_as_read(argv):
 
 
 def test_a_checkpoint_is_the_same_file_for_any_number_of_processes(launch, one, data, out):
-    """Two shards begin, one process goes on, and four shards read its checkpoint and finish. The optimizer is Muon,
-    with AdamW for the other parameters. Whichever rank is told to stop, rank 0 says so."""
+    """Two sharded processes begin, one process goes on, and four sharded ones read its checkpoint and finish. The
+    optimizer is Muon, with AdamW for the other parameters. Whichever rank is told to stop, rank 0 says so."""
     argv = lambda world, **more: arguments(data, out, MIXED, resume="auto", micro_batch_size=12 // world,
                                            optimizer="muon", **more)
     r = launch(argv(2, parallel="fsdp"), 2, LM=last_rank_stops).succeed()

@@ -164,7 +164,7 @@ def test_tokens_are_those_of_a_power_law(times):
 
 @pytest.mark.parametrize("alpha", [0.05, 0.2])
 def test_the_bound_of_one_look_is_students(alpha):
-    """Also for an early look, whose error is too small to simulate."""
+    """Also tries an early look, whose error is too small to simulate."""
     error = 0.55 * alpha
     early = list(compare.bounds(np.arange(1, 9) / 72, alpha))[7]
     assert early == pytest.approx(stats.t.isf(error * ((8 / 72) ** 8 - (7 / 72) ** 8) / 2, 7), rel=1e-6)
@@ -296,9 +296,9 @@ def test_mistakes_are_one_line_and_exit_code_2(repo, run, line, argv, words):
 
 
 def test_the_probe_counts_the_vocabulary_of_the_data(tmp_path, monkeypatch, capsys):
-    """In a mixture the first dataset counts, rounded up to 64. Without prepared data, bytes count."""
+    """A mixture takes the vocabulary of its first dataset, rounded up to 64; without prepared data, that of bytes."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(edit_probe, "files", lambda model: [])  # another test looks at them
+    monkeypatch.setattr(edit_probe, "files", lambda model: [])  # another test checks them
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/meta.json").write_text('{"vocab_size": 2000}')
     for dataset, tokens in ("mine:0.8,other:0.2", 2048), ("other", 256):
@@ -441,7 +441,7 @@ def runs_of(folder):
 
 
 def test_after_a_kill_the_same_command_ends_with_the_same_result(repo, run, tmp_path):
-    """It does so even if a log has lost a line."""
+    """The result is the same even if a log has lost a line."""
     change(repo, NOISE=0.02)
     whole = run("--pairs=4", out=tmp_path / "whole")
     change(repo, NOISE=0.02, DIES=True)
@@ -458,7 +458,7 @@ def test_after_a_kill_the_same_command_ends_with_the_same_result(repo, run, tmp_
 
 
 def test_each_version_reads_its_own_config(repo, run):
-    """It does, although the config is given by its path in the working tree."""
+    """The config is given by its path in the working tree."""
     (repo / "train.py").write_text(STAND_IN.replace("+ model.SHIFT", "+ float(open(sys.argv[1]).read())"))
     (config := repo / "config" / "mine.py").write_text("0.0")
     commit(repo)

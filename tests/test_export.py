@@ -128,7 +128,7 @@ TOLD = dict(re.findall(r"^\| (.*?) \| ((?:imported|refused).*?) \|$", PAGE, re.M
 
 @pytest.mark.parametrize("published", {**PUBLISHED, **TOLD})
 def test_published_models_become_ours_or_are_refused_as_the_page_says(published, tmp_path):
-    """They are saved by transformers in several files, imported and sampled from, then exported again with the same
+    """transformers saves them in several files. They are imported and sampled from, then exported again with the same
     tensors."""
     kind, changes = PUBLISHED[published]
     theirs, what, words = theirs_at_random(kind, **changes), *TOLD[published].partition(" ")[::2]
@@ -357,8 +357,8 @@ class Bomb:
 
 
 def test_files_that_are_missing_or_damaged_are_refused(leave, tmp_path):
-    """So are the weights of another export. Weights that transformers has saved, for example after fine-tuning, may be
-    imported."""
+    """The weights of another export are refused too. Weights that transformers has saved, for example after
+    fine-tuning, may be imported."""
     hf = tmp_path / "hf"
     into = {"from_hf": tmp_path / "hf", "out_dir": tmp_path / "in"}
     leave(tiny("llama"))
@@ -735,7 +735,7 @@ ALONE = "longhorn,mesa,rwkv4 llama,swa longhorn,llama rwkv_released longhorn lon
 
 @pytest.mark.parametrize("family", ALONE)
 def test_rows_of_unequal_length_are_read_as_if_alone(family, code):
-    """They are padded on either side, with and without a cache. The logits and the generated tokens equal the LM's for
+    """Rows are padded on either side, with and without a cache. The logits and the generated tokens equal the LM's for
     each row alone."""
     rounding = 3e-5 if family == "rwkv_released" else 1e-5  # it divides by each head's deviation, which may be small
     settings = {"documents": "pack", "end_of_text": 115} if family in ALONE[-2:] else {}
@@ -770,7 +770,7 @@ def test_rows_of_unequal_length_are_read_as_if_alone(family, code):
 
 @pytest.mark.parametrize("family", ["longhorn", "swa", "longhorn,llama"])
 def test_a_model_does_what_else_transformers_asks_of_it(family, code):
-    """It takes a cache that is passed on, and returns any number of logits, tuples or a loss."""
+    """The model takes a cache that is passed on, and returns any number of logits, tuples or a loss."""
     lm = tiny("longhorn", pattern=family)
     model = in_code(code, lm)
     idx = ROWS[2][None]

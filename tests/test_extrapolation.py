@@ -71,7 +71,7 @@ def test_longest_sequences_stay_within_documents():
 
 @pytest.mark.parametrize("family", ("longhorn", "llama"))
 def test_losses_at_each_length_are_those_of_whole_passes(family, capsys):
-    """They are read in chunks of 24 tokens, one sequence at a time."""
+    """Texts are read in chunks of 24 tokens, one sequence at a time."""
     lm, rows = tiny(family), some_rows(3, 128)
     measured = ex.measure(lm, rows, [4, 8, 128], 8, 24, 1)
     losses = {}
@@ -175,7 +175,7 @@ def test_a_preset_is_trained_read_and_reported(corpus, tmp_path, monkeypatch, ca
 
 
 def test_a_run_read_again_replaces_its_records(corpus, tmp_path):
-    """It is trained again in the same folder, as another family; the lengths are 1 to 16 times the training length."""
+    """The run is trained again in its folder as another family. Lengths are 1 to 16 times the training length."""
     out = tmp_path / "again.json"
 
     def read(name, family, *options):
@@ -271,7 +271,7 @@ def test_a_mistake_is_one_line(corpus, tmp_path, monkeypatch, line, words):
 
 
 def test_text_other_than_that_of_training_has_to_be_named(corpus, tmp_path, monkeypatch, capsys):
-    """Also in a copy without git, where a record's commit is null."""
+    """This also holds in a copy without git, where a record's commit is null."""
     monkeypatch.setattr("runtime.records.code_version", lambda: {"commit": None, "uncommitted_changes": None})
     run, out = str(save_run(tmp_path / "run", "longhorn", corpus)), tmp_path / "records.json"
     write_folder(corpus, [0] * 700, [0] * 700, 64)

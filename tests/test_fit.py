@@ -116,8 +116,8 @@ def test_the_compute_best_spent_on_parameters_is_as_in_the_formula():
 
 
 def test_a_family_that_needs_two_fifths_of_the_tokens_gets_that_ratio():
-    """It needs them at every size and budget, so both slopes are 0. Its share of the compute follows from the FLOPs per
-    token."""
+    """The ratio is the same at every size and budget, so both slopes are 0. The ratio of compute follows from the FLOPs
+    per token."""
     E, A, alpha, B, beta, *_ = CONSTANTS["additive"]
     b = family((E, A, alpha, B / 0.4**beta, beta), budgets=(0.5, 1, 2, 4, 8, 16), times=1.1)
     a = family(budgets=(0.25, 0.5, 1, 2, 4, 8, 16))
@@ -133,7 +133,7 @@ def test_a_family_that_needs_two_fifths_of_the_tokens_gets_that_ratio():
 
 
 def test_predictions_of_one_more_run_are_right():
-    """Its mean and SD over draws are. A surplus of .01 at 16 MB is .01 x .7 x 2^-.4 at 32 MB, or more if the learning
+    """Checks mean and SD over draws. A surplus of .01 at 16 MB is .01 x .7 x 2^-.4 at 32 MB, or more if the learning
     rate shares in it."""
     rng = np.random.default_rng(0)
     fitted = fit.Fit(*CONSTANTS["additive"], 0)
@@ -191,7 +191,7 @@ def test_intervals_grow_with_the_noise():
 
 
 def test_the_record_of_simulated_sweeps_counts_each_form(tmp_path):
-    """One sweep per form; the form gamma has no alpha; 25 ratios at equal size."""
+    """Each form has one sweep, the form gamma has no alpha, and 25 ratios are at equal size."""
     path = tmp_path / "law/simulation.json"
     law_simulation.main([str(path), "--sweeps=3", "--draws=2"])
     record = json.loads(path.read_text())

@@ -79,15 +79,15 @@ def replayed(data, out, same=assert_same_training, **changes):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_replayed_runs_equal_eager_runs_to_the_bit(data, out, dtype):
-    """A step has 5, 5 and 2 windows, and only those of 5 are replayed. The first is compared once the stream that
-    computed it is done."""
+    """A step has 5, 5 and 2 windows, and only those of 5 are replayed. The first micro-batch is compared once the
+    stream that computed it is done."""
     with recorded() as stream:
         said = replayed(data, out, pattern=",".join(ON_CPU), n_layer=len(ON_CPU), dtype=dtype)
     assert said.count("replayed\n") == 1 + 3 * 2 and stream.wait_stream.call_count == 1
 
 
 def test_a_micro_batch_of_another_weight_is_not_replayed():
-    """Its random numbers, and those after it, are the same as without recording."""
+    """Random numbers during and after it are the same as without recording."""
     model = torch.nn.Linear(3, 1)
     x = torch.ones(2, 3)
 
@@ -107,7 +107,7 @@ def test_a_micro_batch_of_another_weight_is_not_replayed():
 
 @pytest.mark.parametrize("how", ["loss", "gradient"])
 def test_a_first_micro_batch_that_is_not_finite_is_skipped_and_a_later_one_recorded(data, out, how):
-    """The first one of the next step is recorded: within the same step, recording would forget what was not finite."""
+    """The first of the next step is recorded: within the same step, recording would forget what was not finite."""
     succeed(arguments(data, out.with_name("eager"), HOW), LM=poisoned([1], how))
     with recorded():
         said = succeed(arguments(data, out, HOW, graphs=True), LM=poisoned(range(graphs.WARM_UPS + 2), how)).out
@@ -118,7 +118,7 @@ def test_a_first_micro_batch_that_is_not_finite_is_skipped_and_a_later_one_recor
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("model", ["longhorn", "mamba", "llama"])
 def test_gpu_replays_are_eager_steps(data, out, model):
-    """To the bit, except for PyTorch's attention, which adds some gradients in no fixed order."""
+    """Training agrees to the bit, except with PyTorch's attention, which adds some gradients in no fixed order."""
     def same(out, other):
         assert losses(out) == pytest.approx(losses(other), rel=graphs.TOLERANCE)
 

@@ -56,7 +56,7 @@ def shifted(x, mu):
 
 
 def turned(pairs, steps):
-    """Pairs of numbers (B, T, H, n, 2), turned by their position times 10000^(-i / steps)."""
+    """Pairs of numbers (B, T, H, n, 2), rotated by their position times 10000^(-i / steps)."""
     frequency = 10000.0 ** -(torch.arange(pairs.shape[3], dtype=F64) / steps)
     angle = torch.arange(pairs.shape[1])[:, None, None] * frequency
     turn = torch.polar(torch.ones_like(angle), angle)

@@ -90,7 +90,7 @@ def exact(calls, monkeypatch):
 @pytest.mark.parametrize("state", (True, False))
 @pytest.mark.parametrize("name", LINEAR)
 def test_linear_attention_is_right_in_the_librarys_own_layout(name, state, T, exact):
-    """So is every gradient. The library also gets 16 bits, and a bonus, which it does not have, is computed here."""
+    """Every gradient is right too. The library also gets 16 bits; a bonus, which it lacks, is computed here."""
     run, a = given(name, T, state=state)
     assert not wrong(name, a, "fused")
     constant = name in ("retention", "bonus")
@@ -192,7 +192,7 @@ def test_the_library_is_called_from_compiled_code(calls, library):
 
 def test_calls_that_the_library_cannot_take_go_to_our_chunks(calls):
     run, a = given("gated_delta_rule", 20)
-    with torch.autocast("cpu", dtype=BF16):  # it gets 16 bits
+    with torch.autocast("cpu", dtype=BF16):  # the library gets 16 bits
         out = run(**a)
     _, dtypes, rest = calls.pop()
     assert dtypes == {BF16} and rest["g"].dtype == out["y"].dtype == out["state"].dtype == F32
