@@ -105,7 +105,7 @@ def test_nothing_is_loaded_that_another_user_could_have_written(source, tmp_path
     the folder, the library is built in the user's own cache. If they may write there too, building is refused."""
     build.say_once.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder, before = tmp_path / "build", os.umask(0o002)  # as on many systems
+    folder, before = tmp_path / "build", os.umask(0o002)  # the umask of many systems
     try:
         path, _ = build.build([source], folder)
     finally:

@@ -75,7 +75,7 @@ def test_gaps_follow_the_power_law(T, pairs, a):
     assert second[first] == 0 and chi_square(second, p / p.sum()) > 1e-4
 
 
-@pytest.mark.parametrize("k, n", [(2, 4), (3, 5), (2, 7)])  # repeated numbers are drawn again; a large k permutes
+@pytest.mark.parametrize("k, n", [(2, 4), (3, 5), (2, 7)])  # repeats are drawn again; a large k is permuted
 def test_distinct_numbers_come_in_every_order_equally_often(k, n):
     x = distinct(np.random.default_rng(3), 40_000, k, n)
     counts = np.array([(x == order).all(1).sum() for order in permutations(range(n), k)])
@@ -425,7 +425,7 @@ def runs_of(*rows):
 @pytest.mark.parametrize("rows, rate", [
     ([(0.1, 1, 0.9), (0.1, 2, 0.5), (0.2, 1, 0.8), (0.2, 2, 0.8)], 0.2),
     ([(0.1, 1, 0.9), (0.1, 2, None), (0.2, 1, 0.6), (0.2, 2, 0.6)], 0.2),  # a diverged run counts as 0
-    ([(0.1, 1, 0.9), (0.2, 1, 0.6), (0.2, 2, 0.6)], 0.2),  # the rate with more seeds
+    ([(0.1, 1, 0.9), (0.2, 1, 0.6), (0.2, 2, 0.6)], 0.2),  # the rate with more seeds wins
     ([(0.1, 1, 0.6), (0.2, 1, 0.6)], 0.1)])  # equally good: the lower one
 def test_the_rate_with_the_best_mean_over_all_seeds_is_chosen(rows, rate):
     point, = report.summarise(runs_of(*rows)).itertuples()

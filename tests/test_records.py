@@ -129,7 +129,7 @@ def test_a_damaged_record_is_refused(tmp_path, content):
         read_json(path)
     assert not records.is_finished(tmp_path)
     path.unlink()
-    path.write_text(json.dumps({"a": "\udcff\N{GRINNING FACE}"}))  # as from a file name that is not UTF-8
+    path.write_text(json.dumps({"a": "\udcff\N{GRINNING FACE}"}))  # such as a file name that is not UTF-8
     assert read_json(path) == {"a": "?\N{GRINNING FACE}"}
     for damage in (lambda r: r["b"], lambda r: r["a"]["b"], lambda r: r["a"] + "x", lambda r: r.a, lambda r: [][0]):
         with pytest.raises(BadRecord, match="its records"), records.fields():
@@ -200,7 +200,7 @@ def test_the_code_version_has_the_commit_and_says_if_there_are_changes(tmp_path,
     git("commit", "-q", "-m", "first")
     clean = code_version()  # git overrides the variable
     assert len(clean["commit"]) == 40 and clean["uncommitted_changes"] is False
-    (tmp_path / "results" / "scan.json").write_text("2")  # as a measurement does
+    (tmp_path / "results" / "scan.json").write_text("2")  # a measurement writes there
     assert code_version() == clean
     (tmp_path / "plot.py").write_text("2")
     assert code_version() == {**clean, "uncommitted_changes": True}

@@ -616,7 +616,7 @@ LARGER = 3_500_000
 
 @pytest.fixture(scope="module")
 def law_page(tmp_path_factory):
-    """The folder of a law's page. Two families are fitted; GLA is not, because one of its sizes is not complete.
+    """The folder of a law's page. Two families are fitted. GLA is not, because one of its sizes is not complete.
 
     There are four predicted losses: one is measured inside its interval, one outside, one began too early, and one has
     not begun."""
@@ -700,7 +700,7 @@ def test_predictions_are_written_once(law_page, tmp_path):
 
 
 def test_the_notebook_draws_the_points_of_a_law(law_page):
-    """Each family has its points and its frontier, each prediction a line."""
+    """Each family has its points and a frontier. Each prediction has a line."""
     cells = json.loads((RESULTS.parent / "docs/law.ipynb").read_text())["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     for at, put in (("../results/law", str(law_page)), ("LEAST = fit.MB", "LEAST = 2**18"), ("draws=20", "draws=1")):

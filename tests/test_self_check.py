@@ -289,7 +289,7 @@ def test_an_edit_that_only_a_compiled_layer_runs_stops(edit):
     lm = model_of("llama", n_layer=1, n_embd=16, vocab_size=32)
     assert "compiled layers and layers as they are" in self_check(lm, compiled=True)
     edit("model.SwiGLU.forward", "self.w3(x))", "self.w3(x) * (1.01 if torch.compiler.is_compiling() else 1))")
-    torch._dynamo.reset()  # else it runs what it compiled before the edit
+    torch._dynamo.reset()  # otherwise it runs what was compiled before the edit
     assert "compiled" not in self_check(lm)
     assert re.search("Layer.forward compiled and as it is disagree by .*--compile=false", stopped(lm, compiled=True))
 

@@ -184,7 +184,7 @@ def test_the_bar_of_a_terminal_shows_the_counts(tmp_path, stand_in, monkeypatch)
 
 def test_a_plan_grows_and_a_cell_that_began_keeps_its_arguments(tmp_path):
     runner.write_plan(tmp_path, [Cell("a", ["--d_state=8"], {"seed": 1})], preset="laptop", models=["gla"])
-    with pytest.raises(ConfigError, match="the plan's cells lack 'stage'"):  # as in a sweep of recall
+    with pytest.raises(ConfigError, match="the plan's cells lack 'stage'"):  # a sweep of recall has none
         sweep.find_rates(sweep.PRESETS["duel"], tmp_path, None)
     runner.write_plan(tmp_path, [Cell("b", ["y"], {"seed": 2})], models=["mamba", "gla"])
     assert runner.read_plan(tmp_path) == {"preset": "laptop", "models": ["gla", "mamba"], "cells": {

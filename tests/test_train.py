@@ -378,7 +378,7 @@ def test_evaluations_do_not_change_training(whole, ran, out, changes):
 
 
 def test_micro_batches_change_only_the_order_of_additions(whole, ran, out):
-    """AdamW's division makes the difference larger."""
+    """Dividing in AdamW makes the difference larger."""
     ran(out, micro_batch_size=5)
     np.testing.assert_allclose(losses(out), losses(whole), rtol=2e-5)
     np.testing.assert_allclose(losses(out, "grad_norm"), losses(whole, "grad_norm"), rtol=1e-3)
@@ -463,7 +463,7 @@ def test_stopping_and_continuing_changes_nothing(whole, ran, out, tmp_path):
     assert f"--out_dir={out}" in shlex.split(last) and last.count("--resume=") == 1
     assert 5 in events(out, "eval") and saved(out)[1]["step"] == 5 and not (out / "result.json").exists()
     out = out.rename(tmp_path / "moved")
-    (out / "config.json").write_text(json.dumps({"time": "long ago"}))  # all else is written again
+    (out / "config.json").write_text(json.dumps({"time": "long ago"}))  # everything else is written again
     assert "at step 5" in ran(out, **changes, resume="must", LM=stops_at(1, signal.SIGINT)).out
     assert record(out, "config")["time"] == "long ago" and saved(out)[1]["step"] == 6
     ran(out, **changes, resume="must")
@@ -790,7 +790,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(ran, out, how):
 
 
 def test_a_loss_that_stays_not_finite_ends_the_run(data, out):
-    """Each skipped step saves the weights of the last finite step again, and they give the same loss."""
+    """Each skipped step saves the weights of the last finite step again, and these give the same loss."""
     argv = arguments(data, out, checkpoint_interval=2, max_bad_steps=3)
     words = "3 times in a row", f"in {out} only checkpoints from before step 4 are good"
     refuse(argv, "stopped at step 7", *words, LM=poisoned(range(5, 99)))
