@@ -1,1 +1,1 @@
-"""What every part uses: one-line errors, atomic file writes, PyTorch's private parts. Imports no other part of ours."""
+"""Code that every part uses: one-line errors, atomic file writes, PyTorch's private parts. It imports no other part."""

@@ -24,14 +24,14 @@ class Stopped(ConfigError):
 
 
 def printable(text):
-    """`text` made safe to print when it comes from others, such as a record: control characters, which a terminal would
-    obey, become escape codes."""
+    """Return untrusted `text`, such as a record's, with control characters as escape codes: a terminal would obey
+    them."""
     shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in str(text))
     return "".join(shown)
 
 
 def described(error):
-    """'IndexError: index 1 is out of range (model.py, line 439)', in the project's own file."""
+    """Describe an error, with the place in our code: 'IndexError: index 1 is out of range (model.py, line 439)'."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)
               if ROOT in Path(frame.filename).parents and "site-packages" not in frame.filename]
     where = f" ({Path(frames[-1].filename).relative_to(ROOT)}, line {frames[-1].lineno})" if frames else ""
@@ -44,12 +44,12 @@ def main_error(prog, *errors):
 
     A ConfigError, a file or folder that the system refuses, running out of memory, and `errors` print `train.py: error:
     ...` on stderr and exit with code 2. Any other error keeps its traceback. Ctrl-C prints a line and exits with 130.
-    If whoever reads our output has quit (`| head`), we exit with 130 and print nothing.
+    If the reader of our output has quit (`| head`), we exit with 130 and print nothing.
     """
     sys.stdout = sys.stdout or open(os.devnull, "w")  # closed before we started
     sys.stderr = sys.stderr or open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # print the code of a character that the locale lacks
+        if hasattr(stream, "reconfigure"):  # print an escape code for a character that the locale lacks
             stream.reconfigure(errors="backslashreplace")
     try:
         yield
@@ -63,7 +63,7 @@ def main_error(prog, *errors):
         line = _line_about(error, errors)
         if line is None:
             raise
-        with contextlib.suppress(OSError):  # stderr on a full disk: the exit code still says it
+        with contextlib.suppress(OSError):  # stderr may be on a full disk; the exit code still tells
             print(f"{prog}: error: {printable(line)}", file=sys.stderr)
         raise SystemExit(2) from None
     finally:
@@ -76,7 +76,7 @@ def _line_about(error, errors):
     """The line to print for an error that the user can fix (`errors` count as such); None for any other error."""
     words = " ".join(str(error).split())
     if isinstance(error, OSError) and error.filename is not None:
-        way_out = "check this path, and who may read and write it"
+        way_out = "check this path and its permissions"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             way_out = "make room, and run the command again"
         return f"{error.filename}: {error.strerror}: {way_out}"
@@ -99,14 +99,14 @@ def is_out_of_memory(error):
 
 
 def regular(path):
-    """The Path of a file to read. Raises OSError, also for a pipe or device, which may never end."""
+    """Return the Path of a file to read. Raises OSError if it is missing, or a pipe or device, which may never end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     return Path(path)
 
 
 def env_int(name, default, least=0, most=2**31 - 1):
-    """The environment variable `name` as a whole number. Raises ConfigError if it is not one in least .. most."""
+    """Return the environment variable `name` as a whole number. Raises ConfigError unless it is in least .. most."""
     text = os.environ.get(name) or str(default)
     is_number = re.fullmatch(r"-?\d{1,12}", text)
     if not is_number or not least <= int(text) <= most:
@@ -115,7 +115,7 @@ def env_int(name, default, least=0, most=2**31 - 1):
 
 
 def _flush(stream, harmless, last=""):
-    """Flush a stream. True after a harmless error: what it still held, and all later output, is then discarded."""
+    """Flush a stream. Returns True after a harmless error; all remaining and later output is then discarded."""
     try:
         print(end=last, file=stream, flush=True)
     except harmless:

@@ -18,9 +18,10 @@ def lock_folder(folder, wait=0.0):
     """Create `folder`, lock it, and delete files that a killed process left half written. Call this before writing.
 
     Returns the lock, an open file. Closing it unlocks, and so does the end of the process, however it ends. The lock is
-    a file in the folder, so two paths to the same folder share it. It contains "process PID on HOST". Raises OSError;
-    in particular BlockingIOError, with that text as its strerror, if another process still holds the lock after `wait`
-    seconds.
+    a file in the folder, so two paths to the same folder share it. It contains "process PID on HOST".
+
+    Raises BlockingIOError, with that text as its strerror, if another process still holds the lock after `wait`
+    seconds. Raises OSError if the folder cannot be written.
     """
     os.makedirs(folder, exist_ok=True)
     lock = append(os.path.join(folder, ".lock"), "a+")
@@ -34,20 +35,20 @@ def lock_folder(folder, wait=0.0):
         time.sleep(0.1)
         holder = _lock(lock, folder)
     remove_leftovers(os.path.join(glob.escape(os.fspath(folder)), "*"))
-    with contextlib.suppress(OSError):  # a full disk
+    with contextlib.suppress(OSError):  # the disk may be full
         os.truncate(lock.fileno(), 0)
         os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
     return lock
 
 
 def append(path, mode="a"):
-    """Open a file to append to. Raises OSError for a symbolic link, which could point anywhere."""
+    """Open a file for appending. Raises OSError for a symbolic link, which could point anywhere."""
     opener = lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     return open(path, mode, opener=opener, errors="replace")
 
 
 def _lock(lock, folder):
-    """Lock the open file `lock` and return ""; or, if it is locked, its holder."""
+    """Lock the open file `lock` and return ""; if another process has locked it, return that holder."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -69,22 +70,22 @@ def replacing(path):
             os.fsync(f.fileno())  # otherwise a power cut after the rename can leave an empty file
         os.replace(tmp, path)
     except OSError as error:
-        error.filename = error.filename or os.fspath(path)  # a full disk is noticed by a write, which names no file
+        error.filename = error.filename or os.fspath(path)  # an error of a write to a full disk names no file
         raise
     finally:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(tmp)  # after an error, or if tmp and path were links to one file, which replace() keeps
+            os.unlink(tmp)  # tmp remains after an error, or if tmp and path are links to one file
     sync_folder(os.path.dirname(path) or ".")
 
 
 def write_text(path, text):
-    """Write a file through a temporary one, so that a link at this path is replaced and not followed."""
+    """Write a file through a temporary one: a link at this path is replaced, not followed."""
     with replacing(path) as tmp:
         Path(tmp).write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def sync_folder(folder):
-    """Flush a folder to disk, which makes renames in it durable. Some file systems cannot."""
+    """Flush a folder to disk, which makes renames in it durable. Does nothing on file systems that cannot."""
     handle = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):
         os.fsync(handle)
@@ -92,12 +93,12 @@ def sync_folder(folder):
 
 
 def temporary(path):
-    """A name next to `path` that says which process writes there: path.tmp-HOST-PID-START."""
+    """The temporary name that this process gives to `path`: path.tmp-HOST-PID-START."""
     return f"{path}.tmp-{this_host()}-{os.getpid()}-{started(os.getpid())}"
 
 
 def remove_leftovers(pattern):
-    """Delete temporary files of paths that match a pattern, if the process on this host that wrote them is gone."""
+    """Delete temporary files for paths that match a glob pattern, if a process on this host wrote them and is gone."""
     for leftover in glob.glob(pattern + ".tmp-*"):
         name = re.fullmatch(r".*\.tmp-(.*)-(\d{1,9})-(\d+)", leftover)
         if not name or name[1] != this_host():
@@ -115,7 +116,7 @@ def this_host():
 
 
 def started(pid):
-    """When a process on this host started, in ticks since boot; None if it is gone or /proc does not say."""
+    """The start time of a process on this host, in ticks since boot; None if it is gone or there is no /proc."""
     with contextlib.suppress(OSError):
         stat = Path(f"/proc/{pid}/stat").read_text()
         return int(stat.rpartition(")")[2].split()[19])

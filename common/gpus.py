@@ -1,11 +1,11 @@
-"""GPUs by name: what the project knows of them, in one table."""
+"""A table of GPUs by name: peak speed and memory."""
 
 import re
 
 # Dense bf16 peak in FLOP/s and memory in bytes, from data sheets.
-# The first match at the end of a word wins, so H100 PCIe comes before H100.
+# The first name found in a device's name wins, so H100 PCIe comes before H100.
 GPUS = {
-    "GH200 480GB": (989e12, 96e9),  # beside 480 GB of its CPU
+    "GH200 480GB": (989e12, 96e9),  # the 480 GB are the CPU's
     "GH200": (989e12, 96e9),
     "H200": (989e12, 141e9),
     "H100 PCIe": (756e12, 80e9),
@@ -27,8 +27,8 @@ GPUS = {
 
 
 def found(device_name):
-    """(the name in GPUS, what follows it) for a driver's name or one typed by hand; (None, "") if unknown. Laptop GPUs
-    do not count: they share the name but are other chips."""
+    """Return (the name in GPUS, the text after it) for a name from a driver or a user; (None, "") if unknown. Laptop
+    GPUs are unknown: they share the name but are other chips."""
     for name in GPUS:
         pattern = name.replace(" ", "[ _-]?")
         match = re.search(rf"(?<!\dx){pattern}(?![a-z\d])(?!.* Laptop)(.*)", device_name or "", re.IGNORECASE)
@@ -38,12 +38,12 @@ def found(device_name):
 
 
 def named(device_name):
-    """The name in GPUS, or None."""
+    """The device's name in GPUS; None if unknown."""
     return found(device_name)[0]
 
 
 def memory(device_name):
-    """Memory in bytes: what the name says (A100-SXM4-40GB, A100-40), else what GPUS says."""
+    """The device's memory in bytes: from its name (A100-SXM4-40GB, A100-40), else from GPUS."""
     name, rest = found(device_name)
     said = re.search(r"(?<![a-z\d])(\d+) ?(G(i?B)?)?\b", rest, re.IGNORECASE)
     return float(said[1]) * 1e9 if said else GPUS[name][1]

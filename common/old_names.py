@@ -1,8 +1,8 @@
 """Settings as nanoGPT, nanochat, transformers, litgpt or habit call them, and what to type here instead.
 
-A line of a table has old names, or patterns KEY=VALUE where only that value is foreign, and a row; the first match
-wins. A row is our setting for the same value, our setting with another value, our setting and the factors to multiply,
-or a hint in words.
+Each line of a table is `names -> row`. A name is a foreign key, or a pattern KEY=VALUE if only that value is foreign;
+the first match wins. A row is our setting for the same value, our setting with another value, our setting and the
+factors to multiply, or a hint in words.
 """
 
 import difflib
@@ -15,7 +15,7 @@ from common.errors import ConfigError
 
 
 def table(text):
-    """{name or pattern: row} of lines of names -> row; a row with factors is a tuple."""
+    """Parse lines `names -> row` into {name or pattern: row}; a row with factors becomes a tuple."""
     rows = {}
     for line in text.strip().split("\n"):
         names, _, row = line.partition(" -> ")
@@ -153,8 +153,8 @@ append_eod -> has no counterpart, leave it out
 
 
 def row_of(reader, key, value):
-    """The row for a key and its value in the program's table; None if both are fine here, or if there is no such
-    row. Of litgpt's --train.max_tokens the last word counts."""
+    """Return the row for a key and its value from the program's table; None if both are fine here, or if there is no
+    such row. Only the last word of a dotted key counts, as in litgpt's --train.max_tokens."""
     name = key.rpartition(".")[2]
     if name in reader.settings and (name != key or value in reader.settings[name].choices):
         return name if name != key else None
@@ -178,17 +178,20 @@ def nearest(word, words, prefix="", suffix=""):
 
 
 def check(reader):
-    """Raises one ConfigError about all mistakes that a configurator.Reader noted, if there are any. Each is (file and
-    colon, key, value, row), or for a wrong value (file and colon, None, what is wrong, None)."""
+    """Raise one ConfigError about all mistakes that a configurator.Reader noted, if any.
+
+    A mistake is ("FILE: " or "", key, value, row); for a wrong value it is ("FILE: " or "", None, message, None).
+    """
     numbers = reader.values | {row: value for _, _, value, row in reader.mistakes if isinstance(row, str)}
     said = {row[0] if isinstance(row, tuple) else row for *_, row in reader.mistakes} | reader.overrides.keys()
     lines = []
     before = ""
     for where, key, value, row in reader.mistakes:
         line = value if key is None else about(reader, key, value, row, numbers, bool(where))
-        if row == "micro_batch_size" and "batch_tokens" not in said and numbers["batch_tokens"]:  # 0: by images
+        # batch_tokens is 0 in runs that count images
+        if row == "micro_batch_size" and "batch_tokens" not in said and numbers["batch_tokens"]:
             whole = about(reader, key, value, ("batch_tokens", "block_size"), numbers, bool(where))
-            line += f" and, for one of them per step,{whole.partition(':')[2]}"
+            line += f" and, for one micro-batch per step,{whole.partition(':')[2]}"
         lines.append(line if where == before else where + line)
         before = where
     if lines:
@@ -202,7 +205,7 @@ def about(reader, key, value, row, numbers, in_file):
     if row is None:
         near = nearest(key.lower(), reader.settings, dashes)
         if not near:
-            reader.hint = "; --help lists all keys" + "; a helper's name starts with _" * in_file
+            reader.hint = "; --help lists all keys" + "; start a helper's name with _" * in_file
         return known + near
     if isinstance(row, tuple):
         row, *factors = row

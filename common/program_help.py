@@ -9,9 +9,9 @@ import textwrap
 
 
 def show(usage, about, reader):
-    """Print the usage, what it is about, and a line per setting of a configurator.Reader.
+    """Print the usage, the text `about`, and a line for each setting of a configurator.Reader.
 
-    Settings in the class's FIRST come first, then those without a heading, then the others.
+    Settings in the class's FIRST come first, then settings without a heading, then the rest.
     """
     program = reader.config_class
     others = "; " + program.OTHERS if hasattr(program, "OTHERS") else ""
@@ -41,8 +41,8 @@ def show(usage, about, reader):
 
 
 def comments(config_class):
-    """{field: the comment at the end of its line, and below} and {field: the `# --- heading` above it}; base classes
-    come first, and a redefined field keeps its heading there."""
+    """Return {field: the comment at the end of its line and on the lines below} and {field: the `# --- heading` above
+    it}. Base classes come first, and a redefined field keeps the heading that it has there."""
     meanings = {}
     headings = {}
     for cls in reversed(config_class.__mro__):
@@ -52,7 +52,7 @@ def comments(config_class):
         except (OSError, TypeError):  # built in, or typed at a prompt: no source to read
             continue
         for line in lines:
-            statement = re.match(r"    (\w+)(:?)", line)  # a field, or the end of the one before
+            statement = re.match(r"    (\w+)(:?)", line)  # a field, or a statement that ends the previous field
             if line.strip().startswith("# ---"):
                 heading = line.strip("#- ")
             elif statement:

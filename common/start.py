@@ -1,9 +1,9 @@
-"""Programs import this before PyTorch: a signal during the import then ends them with a line, and idle OpenMP threads
-spin only briefly.
+"""Programs import this before PyTorch: a signal during that import then ends them with one line, and idle OpenMP
+threads spin only briefly.
 
-When another program takes a thread's core, the threads that wait for it spin and occupy theirs, so a busy laptop trains
-at a third of its speed. On two cores of an EPYC beside one busy process, spinning briefly is 1.7 times as fast; on a
-quiet machine it costs a tenth. Only how CPU threads wait changes.
+When another program takes a thread's core, the other threads spin on their cores while they wait for it, so a busy
+laptop trains at a third of its speed. On two cores of an EPYC beside one busy process, short spins make training 1.7
+times as fast; on a quiet machine they cost a tenth. This changes only how CPU threads wait.
 """
 
 import importlib.util
@@ -16,19 +16,19 @@ if importlib.util.find_spec("torch") is None:
 
 EARLY = (signal.SIGINT, signal.SIGTERM)
 
-# GNU's OpenMP counts loop iterations; Intel's and LLVM's count milliseconds, and that number is a guess.
+# GNU's OpenMP counts loop iterations; Intel's and LLVM's count milliseconds, and 1 is a guess.
 SHORT_SPIN = {"GOMP_SPINCOUNT": "3000", "KMP_BLOCKTIME": "1"}
 
 
 def leave(number, _):
-    """End the program, which has not begun, with a line and by this signal: a shell's loop then ends with it."""
+    """End the program with a message and by the same signal, so that a shell's loop around it ends too."""
     os.write(2, f"{signal.Signals(number).name}: ended before it began\n".encode())
     imported()
     signal.raise_signal(number)
 
 
 def imported():
-    """From now on a signal ends the program even while it waits in an operation of PyTorch."""
+    """Restore the default handlers: a signal then ends the program even inside a PyTorch operation."""
     for number in EARLY:
         signal.signal(number, signal.SIG_DFL)
 

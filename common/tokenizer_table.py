@@ -1,4 +1,4 @@
-"""A tokenizer's table, as data and checkpoints keep it: characters, or the text of a tokenizer.json."""
+"""A tokenizer's table as meta.json and checkpoints keep it: its characters, or the text of a tokenizer.json."""
 
 import json
 
@@ -6,7 +6,7 @@ END = "ends_documents"  # key in a tokenizer.json for the end-of-text token that
 
 
 def without_end(table):
-    """(a table without the key END, the name that END held or None)."""
+    """Return (the table without the key END, the name that END held or None)."""
     if not table or f'"{END}"' not in table:
         return table, None
     file = json.loads(table)
@@ -15,7 +15,7 @@ def without_end(table):
 
 
 def vocabulary(table):
-    """A table, to compare: a tokenizer.json is parsed, and may end documents by any token."""
+    """Return a table in a form to compare: a tokenizer.json is parsed, and its key END is removed."""
     if table and table.startswith("{") and '"model"' in table:
         return json.loads(without_end(table)[0])
     return table

@@ -27,7 +27,7 @@ def constant_when_compiled(function):
 
 
 def not_compiled(function):
-    """torch.compiler.disable, applied only once torch._dynamo has been imported, for the same reason."""
+    """torch.compiler.disable, applied only once torch._dynamo is imported, to save the same 2 s."""
     @functools.wraps(function)
     def run(*args, **kwargs):
         if "torch._dynamo" not in sys.modules:
@@ -41,9 +41,11 @@ def not_compiled(function):
 
 
 def allow_graphs(most):
-    """Let torch.compile make up to `most` graphs of one function, each of them whole. Beyond its own limit of 8 it
-    would stop compiling, but one function, Layer.forward, serves the layers of all families, short batches and
-    evaluation. Inside DistributedDataParallel it would also cut a layer wherever a 25 MB bucket ends."""
+    """Let torch.compile make up to `most` graphs of one function, and keep each in one piece.
+
+    By default it stops after 8, but one function, Layer.forward, serves the layers of all families, short batches and
+    evaluation. Inside DistributedDataParallel it would also cut a layer wherever a 25 MB bucket ends.
+    """
     torch._dynamo.config.recompile_limit = max(most, torch._dynamo.config.recompile_limit)
     torch._dynamo.config.optimize_ddp = False
 
@@ -66,8 +68,8 @@ def fast_apply(function):
 # ------------------------------------------------------------------------------------------------------------ training
 
 def never_compiled(optimizer):
-    """A torch.optim class without the torch.compile wrappers on its methods, which import torch._dynamo: a second of
-    CPU at every start. Its steps run eagerly even if the model is compiled."""
+    """A torch.optim class without torch.compile wrappers on its methods: they import torch._dynamo, a second of CPU at
+    every start. Its steps run eagerly even if the model is compiled."""
     methods = "add_param_group", "zero_grad", "state_dict", "load_state_dict", "step"
     bare = {name: inspect.unwrap(getattr(optimizer, name)) for name in methods}
     return type(optimizer.__name__, (optimizer,), {**bare, "step": torch.no_grad()(bare["step"])})
@@ -82,18 +84,18 @@ def muon(*tensors, **settings):
 
 def average_gradients(model, average):
     """Choose whether the next backward of a DistributedDataParallel averages gradients over processes. The public
-    no_sync() would have to wrap forward and backward, which are in the training loop."""
+    no_sync() would have to wrap the training loop's forward and backward."""
     model.require_backward_grad_sync = average
 
 
 def will_average_gradients(model):
-    """Whether the next backward averages gradients over processes."""
+    """True if the next backward averages gradients over processes."""
     return getattr(model, "require_backward_grad_sync", False)
 
 
 def record_averaging():
-    """Since PyTorch 2.13 DistributedDataParallel has its own autograd nodes: let CUDA graphs record them too, in the
-    whole process."""
+    """Let CUDA graphs also record the autograd nodes that DistributedDataParallel has since PyTorch 2.13. This changes
+    the whole process."""
     if hasattr(torch.autograd.graph, "set_override_stale_capture_stream"):
         torch.autograd.graph.set_override_stale_capture_stream(True)
 

@@ -1,11 +1,11 @@
 """Adopt token ids that another program wrote, such as nanoGPT's train.bin and val.bin, by writing their meta.json.
 
-    python data/adopt.py FOLDER                                       # with nanoGPT's meta.pkl of characters
+    python data/adopt.py FOLDER                                       # characters, listed in nanoGPT's meta.pkl
     python data/adopt.py FOLDER --tokenizer=gpt2                      # bytes, tiktoken:NAME, hf:NAME or hf:FOLDER
     python data/adopt.py FOLDER --vocab_size=50257                    # enough to train, but not to sample
 
-A .bin holds nothing but ids, as numpy's tofile writes them. train.npy and val.npy from numpy.save, and llm.c's
-NAME_train_000001.bin, are copied into such files. Only the characters of a meta.pkl are read: no code in it runs.
+A .bin holds only ids, as numpy's tofile writes them. train.npy and val.npy from numpy.save are copied into .bin files,
+and so is llm.c's NAME_train_000001.bin. Only the characters in a meta.pkl are read: no code in it runs.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ LLM_C = {20240520: "uint16", 20240801: "uint32"}  # the first int32 of an llm.c 
 
 
 def adopt(folder, vocab_size=None, dtype=None, tokenizer=None, bytes_per_token=None):
-    """Write the meta.json; return Tokens. Raises DataError.
+    """Write meta.json and return the folder's Tokens. Raises DataError.
 
-    vocab_size: by default the tokenizer's, or meta.pkl's. dtype: of .bin files; by default uint16, or uint32 if the
+    vocab_size: by default from the tokenizer or meta.pkl. dtype: of the .bin files; by default uint16, or uint32 if the
     vocabulary needs it. tokenizer: by default characters, if there is a meta.pkl.
     """
     folder = Path(folder)
@@ -71,8 +71,8 @@ def vocabulary(folder, tokenizer, vocab_size):
     if tokenizer is None or canonical(tokenizer) == "char":
         table = characters_of(folder / "meta.pkl")
         if not table:
-            raise DataError(f"{folder} does not say whose tokens these are: give --tokenizer=gpt2 if they are GPT-2's, "
-                            "or another, or --vocab_size alone, which is enough to train")
+            raise DataError(f"{folder} does not say which tokenizer made its tokens: give --tokenizer=gpt2 or another, "
+                            "or --vocab_size alone, which is enough to train")
         return {"tokenizer": "char", "table": table, "vocab_size": len(table)}
     name = canonical(tokenizer)
     if name == "gpt2":  # no need for the vocabulary itself, which might have to be downloaded
@@ -92,8 +92,7 @@ class Plain(pickle.Unpickler):
 
 
 def characters_of(path):
-    """The characters of nanoGPT's meta.pkl in the order of their tokens; None if there is no such file. Raises
-    DataError."""
+    """The characters of nanoGPT's meta.pkl in the order of their ids, or None without such a file. Raises DataError."""
     if not path.exists():
         return None
     try:
@@ -126,18 +125,20 @@ def read_npy(path):
             raise ValueError(f"it has shape {tokens.shape} and {tokens.dtype}")
         return tokens
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} is not a row of integers ({error}): save tokens.reshape(-1)") from None
+        raise DataError(f"{path} is not a 1-d array of integers ({error}): save tokens.reshape(-1)") from None
 
 
 def read_llm_c(path):
-    """The tokens in a file of llm.c: a header of 256 int32, the third of them the number of tokens, then the tokens. ()
-    for other files. Raises DataError."""
+    """Return the tokens of an llm.c file, or () for any other file. Raises DataError.
+
+    An llm.c file begins with 256 int32, of which the third is the number of tokens.
+    """
     header = np.fromfile(path, np.int32, 256)
     if len(header) < 256 or header[0] not in LLM_C:
         return ()
     tokens = np.memmap(path, LLM_C[header[0]], "r", header.nbytes)
     if len(tokens) != header[2]:
-        raise DataError(f"{path} holds {len(tokens):,} tokens, but its header says {header[2]:,}: fetch it again")
+        raise DataError(f"{path} holds {len(tokens):,} tokens, but its header says {header[2]:,}: download it again")
     return tokens
 
 
@@ -146,8 +147,8 @@ def read_split(path, dtype, guessed, vocab_size):
     DataError."""
     if not path.is_file():
         others = ", ".join(sorted(other.name for other in path.parent.glob("*.[bn][ip][ny]")))
-        raise DataError(f"{path} is missing: name the files train.bin and val.bin, or .npy; there are "
-                        f"{others[:200] or 'none'}")
+        raise DataError(f"{path} is missing: name the files train.bin and val.bin, or .npy (found: "
+                        f"{others[:200] or 'none'})")
     dtype = np.dtype(DTYPES[dtype])
     size = path.stat().st_size
     if not size or size % dtype.itemsize:
@@ -172,10 +173,10 @@ def read_split(path, dtype, guessed, vocab_size):
 @dataclass
 class Options:
     folder: Path  # holds train.bin and val.bin
-    vocab_size: Count = None  # not given: the tokenizer's, or that of nanoGPT's meta.pkl
-    dtype: Literal["uint16", "uint32"] = None  # of .bin files; not given: uint16 if the vocabulary fits
+    vocab_size: Count = None  # number of ids; default: from the tokenizer or nanoGPT's meta.pkl
+    dtype: Literal["uint16", "uint32"] = None  # dtype of the .bin files; default: uint16 if the vocabulary fits
     tokenizer: str = None  # gpt2, bytes, tiktoken:NAME or hf:NAME
-    bytes_per_token: Positive = None  # average over the text, to report bits per byte
+    bytes_per_token: Positive = None  # average of the text, to report bits per byte
 
 
 def main():

@@ -1,11 +1,12 @@
 """Labelled images: sources, training order, reading and augmentation.
 
-    digits        scikit-learn's 1,797 handwritten digits of 8 x 8, which come with the package; a quarter is held out
-    FOLDER        train/CLASS/*.jpg and val/CLASS/*.jpg, the layout of ImageNet
-    hf:NAME       a Hugging Face dataset, such as hf:uoft-cs/cifar10; its validation split, or else test, is held out
+    digits        scikit-learn's 1,797 handwritten digits, 8 x 8 pixels, part of that package. A quarter is held out.
+    FOLDER        train/CLASS/*.jpg and val/CLASS/*.jpg, the layout of ImageNet.
+    hf:NAME       A Hugging Face dataset, such as hf:uoft-cs/cifar10. Its validation split, or else test, is held out.
 
 Pillow decodes and crops images in threads, one step ahead. RandAugment, mixup, cutmix and erasing come from kornia and
-run on the model's device, with one draw per micro-batch. The images of step s and their crops depend only on (seed, s).
+run on the model's device. One draw per micro-batch chooses mixup, cutmix or neither. The images of step s and their
+crops depend only on (seed, s).
 """
 
 import contextlib
@@ -41,15 +42,16 @@ class Split:
     """Labelled images 0 .. n - 1."""
 
     labels: np.ndarray  # (n,) int64
-    keys: Sequence  # what `open` takes
+    keys: Sequence  # arguments for `open`, one per image
     open: Callable  # key -> PIL image
-    name: str = ""  # error messages call an image by this and its key
+    name: str = ""  # error messages put this before an image's key
 
 
 def load(name):
-    """(training Split, validation Split, class names, the dataset's identity: {"sha256": hex, "contents": hex}).
+    """Return (training Split, validation Split, class names, identity: {"sha256": hex, "contents": hex}).
 
-    sha256: of names, sizes and labels; contents: only of a folder's images (see `contents`).
+    sha256: of classes and labels, and the digits' pixels, a folder's paths and file sizes, or the name on the hub.
+    contents: only for a folder, of its images (see `contents`).
     Raises DataError if `name` is not an image dataset.
     """
     if name == "digits":
@@ -110,8 +112,8 @@ def images_in(root):
 
 
 def contents(paths):
-    """The sha256 over the files: all bytes up to a gigabyte in total, else 4 KB from the middle of each, so that
-    starting a run does not read all of ImageNet. Raises DataError for pipes, devices and unreadable files."""
+    """Return a sha256 over all bytes of the files, or above 1 GiB in total, over 4 KiB from the middle of each: a run
+    should start without reading all of ImageNet. Raises DataError for pipes, devices and unreadable files."""
     whole = sum(path.stat().st_size for path in paths) <= READ_WHOLE
 
     def piece(path):
@@ -136,7 +138,7 @@ def hub(name):
         train, val = data["train"], data["validation" if "validation" in data else "test"]
     except Exception as error:  # no network, no such name, access refused, no such split
         raise DataError(f"{name}: {' '.join(str(error).split())[:200]}") from None
-    columns = {type(kind): key for key, kind in reversed(train.features.items())}  # the first of each kind
+    columns = {type(kind): key for key, kind in reversed(train.features.items())}  # the first column of each kind
     image, label = columns.get(datasets.Image), columns.get(datasets.ClassLabel)
     if image is None or label is None:
         raise DataError(f"{name}: needs an image and a class label column, but its columns are "
@@ -151,8 +153,11 @@ def hub(name):
 # ------------------------------------------------------------------------------------------------------- one image
 
 def read(split, i, config, draw=None):
-    """Image i as uint8 (channels, image_size, image_size): for training (`draw` is the seed) a random crop, perhaps
-    mirrored; otherwise the centre crop, `eval_crop` of the shorter side. Raises DataError for unreadable images."""
+    """Return image i as uint8 (channels, image_size, image_size). Raises DataError if it is unreadable.
+
+    draw: the seed for a random crop, perhaps mirrored, in training. None: the centre crop, `eval_crop` of the shorter
+    side.
+    """
     size, mirrored = config.image_size, False
     try:
         image = split.open(split.keys[i]).convert({1: "L", 3: "RGB"}[config.channels])
@@ -179,8 +184,8 @@ def middle(width, height, part):
 
 
 def random_box(width, height, least, random):
-    """A box of random area, at least `least` of the image's, and random aspect ratio, 3:4 to 4:3 (Inception's crop);
-    the centre if ten draws do not fit. least = 1: always the centre."""
+    """Return a box of random area, at least `least` of the image's, and random aspect ratio, 3:4 to 4:3 (Inception's
+    crop). If ten draws do not fit, or least = 1, return the centre box."""
     for _ in range(10 if least < 1 else 0):
         area = random.uniform(least, 1) * width * height
         shape = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
@@ -212,7 +217,7 @@ class ImageData(EpochData):
         self.asked = {}  # {place: the future of its image}
 
     def micro_batches(self, step, rank, world_size, micro_batch_size):
-        """Those of EpochData, while the images of the next step are being read."""
+        """Yields the micro-batches of EpochData, while threads read the images of the next step."""
         coming = []
         for s in (step, min(step + 1, self.config.max_iters - 1)):
             coming += self.places(s)[rank::world_size]
@@ -240,13 +245,13 @@ class ImageData(EpochData):
             yield part, normalise(self.pixels(map(asked.pop, part))), labels
 
     def pixels(self, futures):
-        """float32 (n, channels, size, size) in 0 .. 1."""
+        """Wait for images, and return them as float32 (n, channels, size, size) in 0 .. 1."""
         return torch.from_numpy(np.stack([wait_for(f) for f in futures])).to(self.device).float() / 255
 
 
 def wait_for(future):
-    """future.result(). If a file system hangs, the result never comes: the process then ends GRACE_SECONDS after a
-    signal, with exit code 75 and without saving."""
+    """Return future.result(). If a hung file system never answers, the process ends GRACE_SECONDS after a signal, with
+    exit code 75 and without saving."""
     while not future.done() and not wait([future], timeout=1).done:
         if Signals.asked_at and time.monotonic() - Signals.asked_at > GRACE_SECONDS:
             with contextlib.suppress(OSError):
@@ -263,8 +268,8 @@ def normalise(x):
 
 
 class Augment:
-    """Images in 0 .. 1 and labels (n,) -> normalised images and labels, or (n, classes) probabilities if images are
-    mixed. Raises ConfigError if kornia is needed but missing."""
+    """Augments images in 0 .. 1 with labels (n,). Returns normalised images with their labels, or with (n, classes)
+    probabilities if images are mixed. Raises ConfigError if kornia is needed but missing."""
 
     def __init__(self, config, classes):
         self.config, self.classes = config, classes
@@ -277,7 +282,7 @@ class Augment:
             raise ConfigError("rand_augment, mixup, cutmix and erasing need kornia: pip install kornia, or set all "
                               "four to 0") from None
         keys = {"data_keys": ["input", "class"]}
-        self.rand_augment = RandAugment(n=2, m=3 * config.rand_augment) if config.rand_augment else None  # m of 30
+        self.rand_augment = RandAugment(n=2, m=3 * config.rand_augment) if config.rand_augment else None  # at most 30
         self.erase = K.RandomErasing(p=config.erasing)
         self.mixup = K.RandomMixUpV2(**keys)
         self.cutmix = K.RandomCutMixV2(**keys, use_correct_lambda=True)

@@ -90,9 +90,10 @@ def eval_windows(n_tokens, block_size, limit_tokens=0):
 
 
 def document_starts(tokens):
-    """First tokens of the validation split's documents, (documents,) int64: the units that confidence intervals
-    resample. meta.json lists the documents, or they end at separators; neighbours are joined until there are at most
-    64. If there are fewer than eight, the split is divided into eight equal parts instead.
+    """Where the validation split's documents start, (documents,) int64: confidence intervals resample these documents.
+
+    meta.json lists the documents, or else they end at separators. Neighbours are joined until there are at most 64. If
+    there are fewer than eight, the split is divided into eight equal parts instead.
     """
     listed = (tokens.meta.get("documents") or {}).get("val")
     if listed:
@@ -142,7 +143,7 @@ def inputs_and_targets(rows, device):
 
 
 def windows_per_step(batch_tokens, block_size):
-    """The windows of a step. Raises DataError if they are not a whole number, or more than 2^24."""
+    """The number of windows in a step. Raises DataError unless it is a whole number of at most 2^24."""
     if batch_tokens < block_size or batch_tokens % block_size:
         nearest = max(1, round(batch_tokens / block_size)) * block_size
         raise DataError(
@@ -163,13 +164,13 @@ class TokenData:
     Args:
         tokens: Tokens, opened with this block_size; block_size: tokens predicted per training window;
         batch_tokens: tokens per optimiser step over all processes, a multiple of block_size;
-        seed: of the order of windows; device: where batches go, a torch device or its name.
+        seed: for the order of windows; device: where batches go, a torch device or its name.
 
     Attributes: identity: the sha256 of both splits: equal data has equal identity;
         meta: dict, meta.json;
         file_times: [[bytes, mtime in ns] of train.bin, of val.bin] at construction.
 
-    Raises DataError for a batch that is not a whole number of windows, or has more than 2^24 of them.
+    Raises DataError if batch_tokens is not a whole number of windows, or more than 2^24 windows.
     """
 
     def __init__(self, tokens, block_size, batch_tokens, seed, device="cpu"):
@@ -201,7 +202,7 @@ class TokenData:
         return slice(rank * per_rank, (rank + 1) * per_rank)
 
     def starts(self, step, rank=0, world_size=1):
-        """(windows_per_step / world_size,) int64: first tokens of this process's windows in a step (from 0)."""
+        """First tokens of this process's windows in a step (from 0), (windows_per_step / world_size,) int64."""
         starts = step_windows(self.n_train_windows, self.windows_per_step, self.seed, step) * self.block_size
         return starts[self.rank_slice(rank, world_size)]
 
@@ -213,8 +214,8 @@ class TokenData:
         """Yields one process's micro-batches of a step, in order, as (x, y, weight).
 
         x, y: (at most micro_batch_size, block_size) int64 on the device; weight: float, the micro-batch's share of this
-        process's windows. A step's weights add up to 1, so the sum of weight x mean loss is the mean over the step,
-        however it is divided, even if the last micro-batch is smaller.
+        process's windows. A step's weights add up to 1. So the sum of weight x mean loss is the mean over the step,
+        even if the last micro-batch is smaller.
         """
         starts = self.starts(step, rank, world_size)
         for i in range(0, len(starts), micro_batch_size):
@@ -225,7 +226,7 @@ class TokenData:
     def eval_batches(self, windows, rank, world_size, batch_size):
         """Yields one process's batches of validation windows: (x, y), (at most batch_size, length) int64 on the device.
 
-        windows: (n, 2) start and length, from eval_windows; process r reads every world_size-th, from r on. All windows
+        windows: (n, 2) start and length, from eval_windows; process r reads rows r, r + world_size, ... All windows
         in a batch have the same length: the split's shorter last window comes last, by itself.
         """
         windows = windows[rank::world_size]
@@ -253,7 +254,7 @@ class TokenData:
     def check_unchanged(self):
         """Raises DataError if a file has changed since it was opened. This takes one stat() per file.
 
-        A truncated file would kill the process with SIGBUS, and a replaced one would be trained on unnoticed.
+        A truncated file would kill the process with SIGBUS, and training would not notice a replaced one.
         """
         for split, before in self._stamps:
             now = file_stamp(split)

@@ -12,29 +12,29 @@ from data.shards import shards_sha256
 
 
 class MixtureData(TokenData):
-    """Several datasets in fixed shares: which one the run's n-th window comes from depends only on (seed, n).
+    """Several datasets in fixed shares: the dataset of the run's n-th window depends only on (seed, n).
 
-    The shares' common denominator is the length of a cycle, 5 for 0.8 and 0.2: in every cycle each dataset has exactly
-    its share of the windows, at shuffled places. Each dataset's windows come in their own order, once per epoch of that
-    dataset. The validation split and meta are the first dataset's.
+    The shares' common denominator is the length of a cycle: 5 windows for 0.8 and 0.2. In every cycle each dataset has
+    exactly its share of the windows, at shuffled places. A dataset's windows come in the same order as without the
+    mixture, once per epoch of that dataset. The validation split and meta come from the first dataset.
 
-    parts: [(Tokens, share as a Fraction), ...], shares adding up to 1; the rest as for TokenData.
+    parts: [(Tokens, share as a Fraction), ...], shares adding up to 1. Other arguments are as for TokenData.
     """
 
     def __init__(self, parts, block_size, batch_tokens, seed, device="cpu"):
         super().__init__(parts[0][0], block_size, batch_tokens, seed, device)
         self.parts = [tokens for tokens, _ in parts]
         self.cycle = math.lcm(*(share.denominator for _, share in parts))  # windows
-        self.counts = tuple(int(share * self.cycle) for _, share in parts)  # in a cycle, of each dataset
+        self.counts = tuple(int(share * self.cycle) for _, share in parts)  # windows of each dataset in a cycle
         self.n_windows = [n_windows(len(tokens.train), block_size) for tokens in self.parts]
-        cycles = min(n / count for n, count in zip(self.n_windows, self.counts, strict=True))  # until one is used up
+        cycles = min(n / count for n, count in zip(self.n_windows, self.counts, strict=True))  # until one runs out
         self.n_train_windows = int(cycles * self.cycle)
         content = [f"{tokens.sha256['train']} {count}" for tokens, count in zip(self.parts, self.counts, strict=True)]
         self.identity = {"train": shards_sha256(content), "val": self.tokens.sha256["val"]}
         self._remember([*(tokens.train for tokens in self.parts), self.tokens.val])
 
     def starts(self, step, rank=0, world_size=1):
-        """(windows_per_step / world_size, 2) int64: (dataset, first token in it) of this process's windows."""
+        """(dataset, first token in it) of this process's windows, (windows_per_step / world_size, 2) int64."""
         first = step * self.windows_per_step
         of_step = range(first, first + self.windows_per_step)
         starts = []
@@ -42,7 +42,7 @@ class MixtureData(TokenData):
             cycle, place = divmod(n, self.cycle)
             members, earlier = cycle_order(self.counts, self.seed, cycle)
             k = int(members[place])
-            of_dataset = cycle * self.counts[k] + int(earlier[place])  # index of this window within that dataset's
+            of_dataset = cycle * self.counts[k] + int(earlier[place])  # windows of dataset k before this one
             epoch, i = divmod(of_dataset, self.n_windows[k])
             starts.append((k, permutation(self.n_windows[k], self.seed, epoch)[i] * self.block_size))
         return np.array(starts, dtype=np.int64)
@@ -53,7 +53,7 @@ class MixtureData(TokenData):
         return inputs_and_targets(np.stack(rows), self.device)
 
     def derived(self, config, world_size):
-        """As in TokenData, with the tokens of all datasets, and for each what it is and how many times it is read.
+        """As in TokenData, with the tokens of all datasets; "mixture" lists each with its share, size and epochs.
         `epochs` counts the dataset that is used up first."""
         derived = super().derived(config, world_size)
         derived["train_tokens"] = sum(len(tokens.train) for tokens in self.parts)
@@ -76,7 +76,7 @@ class MixtureData(TokenData):
 
 @functools.lru_cache(maxsize=2)
 def cycle_order(counts, seed, cycle):
-    """The dataset at each place of a cycle, and how many windows of it came before in that cycle: two (cycle,) int64.
+    """Return the dataset at each place of a cycle, and how many of its windows come earlier in it: two (cycle,) int64.
 
     counts: windows of each dataset in a cycle.
     """
@@ -98,13 +98,13 @@ def parse_mixture(text):
             name, _, share = part.rpartition(":")
             parts.append((name.strip(), Fraction(share)))
     except (ValueError, ZeroDivisionError):
-        raise DataError(f"dataset={text}: {part} is not NAME:SHARE, as fineweb_edu:0.8") from None
+        raise DataError(f"dataset={text}: {part} is not NAME:SHARE, such as fineweb_edu:0.8") from None
     if len({find_dataset(name).resolve() for name, _ in parts}) < len(parts):
-        raise DataError(f"dataset={text}: one is named twice, so its windows would be read twice: add up its shares")
+        raise DataError(f"dataset={text}: a dataset is named twice and would be read twice: add up its shares")
     total = sum(share for _, share in parts)
     if total != 1 or any(share <= 0 or not name for name, share in parts):
-        raise DataError(f"dataset={text}: give each dataset a share above 0, as fineweb_edu:0.8,code:0.2, adding up "
-                        f"to 1 (these add up to {float(total):g})")
+        raise DataError(f"dataset={text}: give each dataset a share above 0, such as fineweb_edu:0.8,code:0.2, adding "
+                        f"up to 1 (these add up to {float(total):g})")
     if math.lcm(*(share.denominator for _, share in parts)) > 10_000:
-        raise DataError(f"dataset={text}: shares may have at most four digits")
+        raise DataError(f"dataset={text}: shares may have at most four digits: round them")
     return parts

@@ -1,4 +1,4 @@
-"""A prepared folder, opened and checked.
+"""Opens a prepared folder and checks it.
 
 It holds train.bin and val.bin (token ids, uint16 or uint32, without a header), or shards of them, and meta.json, which
 describes them. meta.json is written last, so a folder that has one is complete (data/writer.py).
@@ -34,7 +34,7 @@ class DataError(ConfigError):
 
 
 def find_dataset(name):
-    """The Path of a dataset folder: `name` itself, or data/`name`. If both exist, the one that is prepared."""
+    """The Path of a dataset folder: `name` itself, or data/`name`. If both exist, the prepared one."""
     here, ours = Path(name).expanduser(), Path(__file__).parent / name
     for folder in (here, ours):
         if (folder / "meta.json").exists():
@@ -55,12 +55,12 @@ class Tokens:
         vocab_size: int, the dataset's.
         train, val: read-only np.memmap or Shards, (tokens of the split,), uint16 or uint32.
         bytes_per_token: float, of the validation split; None if meta.json does not say.
-        sha256: {"train": hex, "val": hex} as recorded, for shards a hash of theirs; `verify()` compares the files.
+        sha256: {"train": hex, "val": hex} as recorded, for shards a hash of their hashes.
 
     Raises DataError for a folder that is not prepared, and for files whose size, content or ids do not match meta.json.
-    Ids are checked in 256 evenly spaced slices of 65,536 tokens, content only in splits of up to 200M tokens; for
-    larger ones (OpenWebText has 9 billion) we trust what prepare.py recorded. `verify()` reads everything. Raises
-    BadRecord for fields of meta.json that are missing or have the wrong type.
+    Ids are checked in 256 evenly spaced slices of 65,536 tokens. Content is checked only in splits of up to 200M
+    tokens; for larger splits (OpenWebText has 9 billion) we trust the recorded sha256. `verify()` reads everything.
+    Raises BadRecord for fields of meta.json that are missing or have the wrong type.
     """
 
     def __init__(self, folder, vocab_size=None, block_size=None):
@@ -72,8 +72,8 @@ class Tokens:
             if vocab_size is not None and self.vocab_size > vocab_size:
                 raise DataError(
                     f"the vocabulary of {self.folder} ({self.vocab_size:,} tokens) is larger than the model's "
-                    f"vocab_size {vocab_size:,}: set vocab_size to at least {self.vocab_size}, or for weights that "
-                    "exist, prepare the text with their tokenizer"
+                    f"vocab_size {vocab_size:,}: set vocab_size to at least {self.vocab_size}, or for existing "
+                    "weights, prepare the text with their tokenizer"
                 )
             self.train = self._open("train", block_size)  # (tokens,)
             self.val = self._open("val", block_size)  # (tokens,)
@@ -97,7 +97,7 @@ class Tokens:
         needed = (block_size or 0) + 1
         if n_tokens < needed:
             raise DataError(
-                f"{path} has {n_tokens:,} tokens, and a window of block_size + 1 needs {needed:,}: choose a smaller "
+                f"{path} has {n_tokens:,} tokens, but a window of block_size + 1 needs {needed:,}: choose a smaller "
                 f"block_size, or prepare more data ({_prepare_command(self.folder, '--force')})"
             )
         if "shards" in recorded:
@@ -149,7 +149,7 @@ def file_sha256(path):
 
 
 def _largest(tokens):
-    """The largest token id in evenly spaced slices of a split; they cover all of it up to 16 million tokens."""
+    """The largest token id in evenly spaced slices, which cover all of a split of up to 16 million tokens."""
     starts = np.linspace(0, max(0, len(tokens) - SPOT_TOKENS), SPOT_CHECKS).astype(np.int64)
     return max(int(tokens[start : start + SPOT_TOKENS].max()) for start in set(starts))
 
@@ -173,8 +173,8 @@ def _read_meta(folder):
                         f"--files {shlex.quote(str(folder))} --out data/{shlex.quote(folder.stem)}")
     if not folder.is_dir():
         names = sorted(path.name for path in Path(__file__).parent.glob("[!_]*") if path.is_dir())
-        raise DataError(f"there is no dataset folder {folder}: data/ has {', '.join(names)}; or check "
-                        "the path")
+        raise DataError("there is no dataset folder "
+                        f"{folder}: check the path, or choose one in data/: {', '.join(names)}")
     if not path.exists():
         if (folder / "plan.json").exists():
             raise DataError(f"{folder} is only partly prepared (no meta.json): run the same command again")
@@ -184,7 +184,7 @@ def _read_meta(folder):
     try:
         return {"tokenizer": None, **read_sealed(path)}
     except BadRecord as error:
-        raise DataError(f"{folder}: {error}: prepare again ({how}), or, if all of it is right, write this crc32 into it"
+        raise DataError(f"{folder}: {error}: prepare again ({how}), or if it is right, set its crc32 to this checksum"
                         ) from None
 
 
@@ -198,13 +198,13 @@ def read_sealed(path):
 
 
 def meta_crc32(meta):
-    """The CRC-32 of all other fields of meta.json. If it agrees, they are what data/writer.py wrote."""
+    """The CRC-32 of all fields of meta.json but crc32 itself. If it matches, they are as data/writer.py wrote them."""
     rest = {key: value for key, value in meta.items() if key != "crc32"}
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
 
 
 def describe(tokens, checked):
-    """Print what a folder holds; `checked` ends the line with what was checked about it."""
+    """Print one line about a folder's contents, which ends with the text `checked`."""
     counts = f"{len(tokens.train):,} train, {len(tokens.val):,} val tokens"
     print(f"{tokens.folder}: {counts}, {tokens.meta['dtype']}, vocabulary {tokens.vocab_size:,}, {checked}")
 

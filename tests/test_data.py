@@ -199,10 +199,10 @@ def test_a_changed_file_is_refused(tmp_path, name, change, words):
 
 # A folder, what a model asks of it, words of the refusal.
 UNUSABLE = """
-set      {"block_size": 120}   val.bin has 120 tokens, and a window of block_size + 1 needs 121
+set      {"block_size": 120}   val.bin has 120 tokens, but a window of block_size + 1 needs 121
 set      {"block_size": 1000}  train.bin has 1,000 tokens
 set      {"vocab_size": 255}   at least 256
-nothing  {}                    data/nothing: data/ has openwebtext, pystdlib
+nothing  {}                    data/nothing: check the path, or choose one in data/: openwebtext, pystdlib
 a.txt    {}                    prepare.py --files a.txt --out data/a
 .        {}                    no meta.json
 """
@@ -471,7 +471,7 @@ def test_characters_of_nanogpt_are_adopted(tmp_path):
     (folder / "meta.pkl").write_bytes(pickle.dumps({"stoi": {"b": 2, "\n": 0, "é": 1}}))
     for rows, words in ([[2, 1, 2, 0]], "(1, 4) and int64"), ([2.0, 1.0], "(2,) and float64"):
         np.save(folder / "val.npy", rows)
-        rejected(lambda: adopt(folder), f"val.npy is not a row of integers (it has shape {words}")
+        rejected(lambda: adopt(folder), f"val.npy is not a 1-d array of integers (it has shape {words}")
     np.save(folder / "val.npy", [2, 1, 2, 0])
     rejected(lambda: Tokens(folder), "not prepared", f"python data/adopt.py {folder}")
     tokens = adopt(folder, tokenizer="chars")
@@ -703,7 +703,7 @@ def test_files_named_val_are_held_out(small_units, tmp_path, prepare, capsys):
     assert text_of(tokens.train, tokens.val) == b"one\0two\x003\x004\0" and len(tokens.val) == 4
     assert tokens.meta["splits"]["train"]["documents"] == 2
     said = capsys.readouterr().err
-    assert "held out for their names, and no others: 2 files" in said and "2 empty documents of train" in said
+    assert "held out because of their names, and no others: 2 files" in said and "2 empty documents of train" in said
     write_files(tmp_path / "in", {"model.txt": "d" * 99})
     prepare(files=[tmp_path / "in"], force=True)
     assert "for their names" not in capsys.readouterr().err
@@ -876,7 +876,7 @@ NO_TOKENS = """
 --files a.jsonl --text_column=content    (line 1 has no column 'content' (only text, id): give --text_column
 --files a.jsonl --text_column=content --shuffle=1    has no column 'content'
 --files none                             none is neither a file nor a folder
---files a.csv                            1 ending in .csv (a.csv): --endings=.md says what else is text; tables, PDFs
+--files a.csv                            1 ending in .csv (a.csv): --endings=.md reads other files as text; convert
 --files empty.txt                        nothing to read
 --files pipe                             pipe is neither a file nor a folder
 --files a.jsonl --val_fraction=1e-9      0 would be held out
@@ -977,7 +977,7 @@ def test_without_a_network_the_refusal_names_the_way_out(small_units, tmp_path, 
     rejected(lambda: tokenizer.tiktoken_encoding("gpt2"), "tiktoken:gpt2", "no route to host", "--vocab")
     rejected(lambda: tokenizer.tiktoken_encoding("gpt2", tmp_path), "No such file", "vocab.bpe")
     write_files(tmp_path, {"vocab.bpe": "not it", "encoder.json": "{}"})
-    rejected(lambda: tokenizer.tiktoken_encoding("gpt2", tmp_path), f"is not in --vocab {tmp_path} as OpenAI has it")
+    rejected(lambda: tokenizer.tiktoken_encoding("gpt2", tmp_path), f"cannot be read from --vocab {tmp_path}")
 
 
 def test_openwebtext_has_the_tokens_of_nanogpt(tmp_path, monkeypatch):
@@ -1061,7 +1061,7 @@ SHARES = """
 a:0.8,b:0.1          adding up to 1 (these add up to 0.9)
 a,b                  a is not NAME:SHARE
 a:0.5,b:x            b:x is not NAME:SHARE
-a:0.5,./a:0.5        one is named twice
+a:0.5,./a:0.5        a dataset is named twice
 a:1.2,b:-0.2         a share above 0
 a:1,b:0              a share above 0
 :0.5,b:0.5           give each dataset a share

@@ -159,7 +159,7 @@ REFUSED = """
 {"cluster": "slurm"}                          the partition and the time
 {"cluster": "slurm", "cluster_args": "partition=a,time=9"}  no sbatch here
 {"cluster": "slurm", "out": "a b"}            a b: choose a path
-{"cluster": "ray", "cluster_args": "num_cpus=x"}  Ray does not take  'x'
+{"cluster": "ray", "cluster_args": "num_cpus=x"}  Ray refused  'x'
 """
 
 
@@ -226,7 +226,7 @@ def test_slurm_finishes_though_a_task_is_cancelled_and_then_requeued(tmp_path, s
     check(out, source)
     wrong = run_python(*command, "--force", "--cluster_args=partition=none,time=10")
     assert wrong.returncode == 2 and wrong.stderr.split("\n")[-2] == (
-        "cluster.py: error: sbatch refused the job, see its line above: change --cluster_args")
+        "cluster.py: error: sbatch refused the job, see its message above: change --cluster_args")
 
 
 def test_ray_finishes_though_a_node_is_removed(tmp_path, source, start, monkeypatch):

@@ -8,17 +8,17 @@ python.org, pyenv, uv, conda or Homebrew, and 11 MB with Debian's, which lacks t
 (data/pystdlib_bpe/prepare.py). Files that are not UTF-8 are then skipped, and <|endoftext|> ends each file.
 
 The split is by file. Files are shuffled by sorting them by sha256(relative path); the first ones are the validation
-set, until it holds --val_fraction of the bytes. So the split does not depend on the machine, and no content is in both
-parts (only one of several equal files is kept). Files larger than a quarter of the validation set go to train:
-otherwise one generated table could be most of the validation set.
+set, until it holds --val_fraction of the bytes. So the split does not depend on the machine. Only one of several equal
+files is kept, so no content is in both splits. Files larger than a quarter of the validation set go to train: otherwise
+one generated table could be most of the validation set.
 
 meta.json also records the bits per validation byte of `xz -9`: a useful language model needs fewer.
 
 --documents=package joins the same files into long documents, to measure memory over 64K tokens. A document is a
-package: all files of a folder and its subfolders, sorted by path. A folder of more than 4 MiB is not a package (the
-library itself, its `test`); the files and folders in it are then considered separately. The split is by document,
-ordered by sha256(path). Only documents longer than 65,536 bytes are held out: they hold a sequence of that length and
-its next token. For each held-out document meta.json has its length and where it starts in val.bin.
+package: all files of a folder and its subfolders, sorted by path. A folder of more than 4 MiB, such as the library
+itself or its `test`, is not a package; its files and folders are considered separately. The split is by document,
+ordered by sha256(path). Only documents longer than 65,536 bytes are held out, so each has a sequence of that length and
+its next token. meta.json lists each held-out document's length and its start in val.bin.
 
     python data/pystdlib/prepare.py                                        # takes seconds
     python data/tokens/prepare.py --files .venv/lib ~/linux --endings=.py,.c --tokenizer=bytes --out data/big    # more
@@ -56,9 +56,9 @@ NEVER_ENTERED = {"site-packages", "dist-packages", "__pycache__"}
 
 
 class Document(NamedTuple):
-    name: str  # its only file's, or its folder's, with a slash at the end
-    files: list  # their contents, each with the zero that ends it
-    size: int  # bytes; of a single file without that zero
+    name: str  # path of its only file, or of its folder with a slash at the end
+    files: list  # contents of its files, each with the zero that ends it
+    size: int  # bytes; a single file's zero does not count
 
 
 # ---------------------------------------------------------------------------------------------------------- which files
@@ -68,7 +68,7 @@ def collect(stdlib, text_only):
     """Read the corpus: text files, each content only once.
 
     Returns: {path below the library, with slashes: content, with SEPARATOR at its end}, sorted by path, and the
-    number of files skipped. Skipped are unreadable, empty or binary files, duplicates, links out of the library and,
+    number of files skipped. It skips unreadable, empty or binary files, duplicates, links out of the library and,
     with text_only, files that are not UTF-8.
     """
     paths = []
@@ -98,7 +98,7 @@ def content_of(path, text_only):
 
 
 def join_packages(files):
-    """[Document, ...], one per package; see the top of the file."""
+    """Join files into Documents, one per package; see the top of the file."""
     sizes = Counter()  # bytes in each folder, subfolders included
     for name, content in files.items():
         for folder in folders_above(name):
@@ -111,13 +111,13 @@ def join_packages(files):
 
 
 def folders_above(name):
-    """The folders that a file is in, from the outermost to its own; not the root, which is no package."""
+    """The folders above a file, from the outermost to its own, without the root, which is not a package."""
     parts = name.split("/")
     return ["/".join(parts[:depth]) + "/" for depth in range(1, len(parts))]
 
 
 def split_by_name(documents, val_fraction, shortest):
-    """Deterministic shuffle and split; see the top of the file.
+    """Shuffle and split documents deterministically; see the top of the file.
 
     Args: shortest: fewest bytes of a held-out document.
     Returns: {split: its documents, in shuffled order}. Raises: DataError if a split would be empty.
@@ -154,7 +154,7 @@ def tokenized(contents, text):
 
 
 def xz9_bits_per_byte(contents):
-    """Bits per byte that `xz -9` needs for the files, one after another; None if Python was built without lzma."""
+    """Bits per byte that `xz -9` needs for the concatenated files; None if Python was built without lzma."""
     try:
         import lzma
     except ImportError:
@@ -254,9 +254,9 @@ def places(documents):
 
 @dataclass
 class Options:
-    documents: Literal["file", "package"] = "file"  # what a document is
+    documents: Literal["file", "package"] = "file"  # what counts as a document
     tokenizer: str = "bytes"  # bytes, or bpe:N for N tokens learned from the training files
-    val_fraction: Share = None  # share of bytes to hold out; not given: 0.02, or 0.05 for packages
+    val_fraction: Share = None  # share of bytes to hold out; default: 0.02, or 0.05 for packages
     out: Path = Path(__file__).parent  # folder to write
     force: bool = False  # prepare again even if it is already prepared
 

@@ -1,18 +1,18 @@
-"""Make the tokens of data/tokens/prepare.py on many machines with datatrove: with Slurm, Ray, or processes here.
+"""Make the tokens of data/tokens/prepare.py on many machines with datatrove: on Slurm, on Ray, or in local processes.
 
     pip install --group cluster
     python data/tokens/cluster.py fineweb_edu --cluster=slurm --cluster_args="partition=cpu,time=240"
     python data/tokens/cluster.py slimpajama --cluster=ray --cluster_args="address=auto"
-    python data/tokens/cluster.py --files corpus/ --tokenizer=hf:FOLDER --out data/mine --workers=16  # processes here
+    python data/tokens/cluster.py --files corpus/ --tokenizer=hf:FOLDER --out data/mine --workers=16  # local processes
 
 Recipes, options, documents, their order and their split are the same as with prepare.py, whatever --tasks is. Each task
 prepares its share of the source's files, in order. All machines must see --out, --files and this repository under the
-same paths. --cluster_args are options of sbatch, or Ray's address and what a task reserves there
+same paths. --cluster_args are options of sbatch, or Ray's address and the resources that each task reserves
 (num_cpus=1,memory=2e9).
 
-It can be killed at any time; rerun the command to resume: tasks continue after their last shard. With Slurm the command
-submits and returns, and the last task to end writes meta.json; rerun it to see how many have ended, or to resubmit
-those that failed. Logs are in OUT/datatrove.
+You can kill it at any time; rerun the command, and tasks continue after their last shard. With Slurm the command
+submits the tasks and returns; the last task to end writes meta.json. Rerun the command to see how many tasks have
+ended, or to resubmit failed tasks. Logs are in OUT/datatrove.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class Tasks:
         join(self.out, self.parts, self.work.meta)
 
     def ended(self, read=False):
-        """[whether a task has ended, ...]; with `read`, also whether its shards are still on disk."""
+        """[True if a task has ended, ...]; with `read`, only if its shards are still on disk."""
         ended = []
         for part in self.parts:
             record = recorded(self.out, part, self.work.meta["inputs"])
@@ -94,7 +94,7 @@ def run_task(executor, rank):
 
 
 def run_on_slurm(workers, options, name, **how):
-    """Submit the tasks. Returns the id of the job, or of the last one of several. Raises DataError."""
+    """Submit the tasks. Returns the job's id, or the last id if there are several jobs. Raises DataError."""
     from datatrove.executor import SlurmPipelineExecutor
 
     if not {"partition", "time"} <= options.keys():
@@ -110,12 +110,12 @@ def run_on_slurm(workers, options, name, **how):
     except FileNotFoundError:
         raise DataError("there is no sbatch here: run this where jobs are submitted") from None
     except subprocess.CalledProcessError:
-        raise DataError("sbatch refused the job, see its line above: change --cluster_args") from None
+        raise DataError("sbatch refused the job, see its message above: change --cluster_args") from None
     return executor.job_id
 
 
 def is_queued(job):
-    """Whether Slurm still has the job whose id is in this file."""
+    """True if Slurm still has the job whose id is in the file `job`."""
     if not job.exists():
         return False
     return subprocess.run(["squeue", "-h", "-j", job.read_text()], capture_output=True).stdout != b""
@@ -135,14 +135,14 @@ def run_on_ray(workers, options, **how):
         reserved = {key: float(value) for key, value in options.items()}
         ray.init(address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise DataError(f"Ray does not take --cluster_args ({in_short(error)}): give the address of a "
-                        "running one, and numbers: address=auto,num_cpus=1,memory=2e9") from None
+        raise DataError(f"Ray refused --cluster_args ({in_short(error)}): give the address of a running "
+                        "cluster, and numbers: address=auto,num_cpus=1,memory=2e9") from None
     RayPipelineExecutor(workers=workers, ray_remote_kwargs=reserved, **how).run()
     ray.shutdown()
 
 
 def failure(folder, ended):
-    """How many tasks did not end, and the last line of the first one's log, which says why."""
+    """Say how many tasks did not end, and quote the last line of the first failed task's log."""
     rank = ended.index(False)
     log = folder / f"datatrove/logs/task_{rank:05d}.log"
     text = log.read_text(errors="replace").strip() if log.exists() else ""
@@ -155,10 +155,10 @@ def failure(folder, ended):
 
 def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, force=False, files=None, shuffle=None,
             **choices):
-    """Make the tokens in `out`, unless they are there already. Returns Tokens, or None while Slurm jobs are still to do
-    it.
+    """Make the tokens in `out`, unless they are there already. Returns Tokens, or None while Slurm jobs are still at
+    work.
 
-    Args: as on the command line; choices: arguments of `plan` in data/tokens/prepare.py. Raises DataError, one line.
+    Args: as on the command line; choices: arguments of `plan` in data/tokens/prepare.py. Raises DataError.
     """
     try:
         from datatrove.utils.logging import logger
@@ -167,11 +167,11 @@ def prepare(out, cluster=None, cluster_args="", tasks=MOST_TASKS, workers=None, 
     logger.remove()  # log only to files
     folder = Path(out).absolute()
     if cluster == "slurm" and shlex.quote(str(folder)) != str(folder):
-        raise DataError(f"--out {folder}: choose a path of letters, digits and ./_- for the scripts of Slurm")
+        raise DataError(f"--out {folder}: choose a path of letters, digits and ./_- for Slurm's scripts")
     files = files and [Path(path).absolute() for path in files]
     work = one_process.plan(files=files, out=out, shuffle=shuffle, **choices)
     if shuffle is not None or work.splitting.cut is not None:
-        raise DataError("few documents, and shuffled ones, need one process: leave them to data/tokens/prepare.py")
+        raise DataError("few or shuffled documents need one process: use data/tokens/prepare.py")
     meta = work.meta
     tasks = Tasks(folder, work, min(tasks, len(work.units)))
     n = len(tasks.parts)
@@ -229,10 +229,10 @@ def run_tasks(cluster, cluster_args, workers, job, how):
 
 @dataclass
 class Options(one_process.Source):
-    cluster: Literal["slurm", "ray"] = None  # where tasks run; not given: processes here
+    cluster: Literal["slurm", "ray"] = None  # where tasks run; default: local processes
     cluster_args: str = ""  # NAME=VALUE,...: options of sbatch, or of Ray
-    tasks: Count = MOST_TASKS  # at most; never more than the source has files (local ones count once per 256 MB)
-    workers: Count = None  # tasks at once; not given: all on a cluster, one per core here
+    tasks: Count = MOST_TASKS  # number of tasks, at most one per file of the source or 256 MB of small local files
+    workers: Count = None  # tasks at once; default: all on a cluster, one per core in local processes
 
 
 def main():

@@ -1,28 +1,28 @@
-"""Make shards of tokens from any text: a data set of Hugging Face, streamed, or local files, with any tokenizer.
+"""Make shards of tokens from any text, a streamed Hugging Face dataset or local files, with any tokenizer.
 
     python data/tokens/prepare.py fineweb_edu                            # a recipe: into data/fineweb_edu
     python data/tokens/cluster.py fineweb_edu --cluster=slurm            # the same tokens, made on many machines
     python data/tokens/prepare.py allenai/c4 --subset=en --tokenizer=tiktoken:gpt2 --out data/c4
     python data/tokens/prepare.py --files corpus/ --tokenizer=hf:FOLDER --out data/mine  # docs/your-data.md
     python data/openwebtext/prepare.py                                   # the recipe openwebtext
-    python data/tokens/prepare.py openwebtext --files owt/ --vocab gpt2_vocab            # a machine without network
+    python data/tokens/prepare.py openwebtext --files owt/ --vocab gpt2_vocab            # without a network
     python train.py config/longhorn_1b3.py --dataset=fineweb_edu         # or --dataset=fineweb_edu:0.8,mine:0.2
 
-Documents stay in the order of their source, each followed by the tokenizer's end-of-text token: training reads windows
-in random order anyway. The source's validation split is held out; if it has none, documents are, by the hash of their
-place. If there are only a few documents, the last tenth of the text is held out, at most a million characters.
+Documents stay in the order of their source, since training reads windows in random order anyway. The tokenizer's
+end-of-text token follows each document. The source's validation split is held out. If it has none, documents are held
+out by the hash of their place. If there are only a few documents, the last tenth of the text is held out, at most a
+million characters.
 
 Local files are identified by their sha256, so each start reads them whole, at about 1 GB a second. A folder with tokens
 from other content is refused, and so is a file that changes while it is read.
 
-With --shuffle, as in openwebtext, tokens and order are nanoGPT's: datasets' train_test_split shuffles the documents and
-holds some out. All documents must then fit on disk, in the cache of datasets (HF_HOME; OpenWebText: 54 GB). nanoGPT has
-9,035,582,198 tokens of OpenWebText to train on and 4,434,897 for validation; with other counts, losses cannot be
-compared with nanoGPT's.
+With --shuffle, which openwebtext sets, tokens and order are nanoGPT's: the train_test_split of Hugging Face's datasets
+shuffles the documents and holds some out. All documents must then fit on disk, in that library's cache (HF_HOME; 54 GB
+for OpenWebText). nanoGPT's OpenWebText has 9,035,582,198 training and 4,434,897 validation tokens; with other counts,
+losses cannot be compared with nanoGPT's.
 
-It can be killed at any time; rerun the command to resume after the last shard (about 100M tokens) in plan.json. If a
-local file cannot be read, no shard is kept.
-Tokens depend neither on --workers nor on kills.
+You can kill it at any time; rerun the command to resume after the last shard (about 100M tokens) in plan.json. If a
+local file cannot be read, no shard is kept. Tokens depend neither on --workers nor on kills.
 """
 
 import contextlib
@@ -73,23 +73,23 @@ RECIPES = {  # name: the arguments it stands for
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 SHARD_TOKENS = 100_000_000
 BATCH_CHARS = 1 << 20  # characters that a worker encodes at a time
-SAMPLE_CHARS = 4096  # characters of each batch, decoded to see if the text comes back
+SAMPLE_CHARS = 4096  # characters of each batch that are decoded to see if the text comes back
 VAL_FRACTION, MOST_HELD_OUT = 0.0005, 1 << 20  # share of documents; most characters, if documents are few
-FEW = 8  # documents per split; fewer give no interval for a loss either (data/loader.py)
+FEW = 8  # documents per split; with fewer, data/loader.py also divides the split into equal parts
 USUAL_MARK = "<|endoftext|>"
 
 
 # ----------------------------------------------------------------------------------------------------- what is held out
 
 def split_of(official, place, val_fraction):
-    """The split of the document at a place ("unit/number"): the source's, else by hash 'val' for this fraction."""
+    """The split of the document at a place ("unit/number"): the source's, else 'val' for val_fraction of all hashes."""
     place = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "big")
     return official or ("val" if place < (val_fraction or VAL_FRACTION) * 2**64 else "train")
 
 
 def cut_of_few(units, reading, val_fraction):
-    """How many characters to train on if `split_of` would give a split fewer than FEW documents: the others are held
-    out. Else None, without reading much. Raises DataError if either part would be nearly empty."""
+    """If `split_of` would give a split fewer than FEW documents, return how many characters to train on; the rest is
+    held out. Else return None, without reading much. Raises DataError if either part would be nearly empty."""
     counts = dict.fromkeys(SPLITS, 0)
     chars = 0
     marks = 0
@@ -106,8 +106,8 @@ def cut_of_few(units, reading, val_fraction):
     if reading.separator and sum(counts.values()) <= sum(map(len, units)):
         raise DataError(f"--separator={reading.separator!r} is in none of the files: copy it from one, or leave it out")
     if marks:
-        print(f"{USUAL_MARK} occurs in the text {marks:,} times and is read as text: --separator='{USUAL_MARK}' lets "
-              "it end documents of .txt files", file=sys.stderr)
+        print(f"{USUAL_MARK} occurs in the text {marks:,} times and is read as text: give --separator='{USUAL_MARK}' "
+              "if it ends documents of .txt files", file=sys.stderr)
     if reading.splits:
         return None
     held_out = int(chars * val_fraction) if val_fraction else min(chars // 10, MOST_HELD_OUT)
@@ -121,7 +121,7 @@ def cut_of_few(units, reading, val_fraction):
 
 @dataclass
 class Splitting:
-    """Which split a text goes to: the source's, else by the hash of the document's place. With `cut`, for few
+    """Decides which split a text goes to: the source's, else by the hash of the document's place. With `cut`, for few
     documents, we train on the first `cut` characters, up to the end of a line or word, and hold out the rest."""
 
     val_fraction: float
@@ -151,7 +151,7 @@ class Splitting:
 
 @dataclass
 class Piece:
-    """A piece of a document. before: the character before it, "" where the document begins; end: whether a document
+    """A piece of a document. before: the character before it, "" where the document begins; end: True if a document
     that is not empty ends with this piece."""
 
     split: str
@@ -161,7 +161,7 @@ class Piece:
 
 
 def pieces(work, unit):
-    """Yields [Piece, ...] for each item of `documents`: two where a text is divided, else one."""
+    """Yields [Piece, ...] for each item of `documents`: two pieces if the splits share a text, else one."""
     number = 0  # of the document in the unit
     before, last = "", None
     for official, text, end in documents(work.units[unit], work.reading):
@@ -177,8 +177,8 @@ def pieces(work, unit):
 
 
 def in_batches(work, share, first, items):
-    """Yields (unit, items of it so far, [Piece, ...]) per BATCH_CHARS characters of a share of the units, beginning
-    after `items` items of unit `first`. Raises DataError."""
+    """Yields (unit, number of its items read so far, [Piece, ...]) per BATCH_CHARS characters of a share of the units.
+    Begins after `items` items of unit `first`. Raises DataError."""
     begin_at = first if work.splitting.cut is None else share.start  # the cut counts characters from the first unit on
     for unit in range(begin_at, share.stop):
         batch, chars, n = [], 0, 0
@@ -199,7 +199,7 @@ def in_batches(work, share, first, items):
 
 
 def token_arrays(text, batch):
-    """[token ids of a piece, ...]; <|endoftext|> in a text counts as ordinary text."""
+    """Return the token ids of each piece in a batch; <|endoftext|> in a text counts as ordinary text."""
     texts = [piece.text for piece in batch]
     if text.kind == "bytes":
         return [np.frombuffer(piece.encode(), np.uint8) for piece in texts]
@@ -208,15 +208,15 @@ def token_arrays(text, batch):
             return [text.encode_after(piece.before, piece.text) for piece in batch]
         text.encoding.encode_special_tokens = True
         return [encoding.ids for encoding in text.encoding.encode_batch_fast(texts, add_special_tokens=False)]
-    with contextlib.suppress(ValueError):  # more blanks than its regular expression can take
+    with contextlib.suppress(ValueError):  # tiktoken's regular expression gives up on very many blanks
         if text.kind == "tiktoken":
             return [text.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in texts]
     return [text.encode_ordinary(piece) for piece in texts]
 
 
 def encode(text, batch, dtype):
-    """{split: (its tokens, bytes, documents, empty ones)} of a batch, in which an empty document leaves nothing; bytes
-    is None if a sample's tokens do not decode to it."""
+    """Encode a batch into {split: (tokens, bytes, documents, empty documents)}. An empty document leaves no tokens.
+    bytes is None if a sample's tokens do not decode to the sample."""
     arrays = token_arrays(text, batch)
     exact = text.gives_back(max((piece.text for piece in batch), key=len)[:SAMPLE_CHARS])
     encoded = {}
@@ -233,8 +233,10 @@ def encode(text, batch, dtype):
 
 
 def encode_shards(out, part, shards, share, work, workers):
-    """Write the shards of a share of the units that come after `shards`, as PART00005.train.bin, and append their
-    records: {"unit", "items" of it so far, "splits"}. Yields after each shard."""
+    """Write the shards of a share of the units that come after `shards`, as PART00005.train.bin.
+
+    After each shard, appends {"unit", "items": read from this unit so far, "splits"} to `shards`, and yields.
+    """
     from tqdm import tqdm
 
     text, dtype = work.text, np.dtype(DTYPES[token_dtype(work.text.n_vocab)])
@@ -262,7 +264,7 @@ def encode_shards(out, part, shards, share, work, workers):
 def write_shard(out, name, encoded, n_vocab):
     """Write NAME.train.bin and NAME.val.bin, unless they would be empty. Returns {split: its entry for meta.json}.
 
-    encoded: {split: [what `encode` gives, ...]}.
+    encoded: {split: [its result of `encode`, for each batch]}.
     """
     entries = {}
     for split, of_split in encoded.items():
@@ -275,12 +277,12 @@ def write_shard(out, name, encoded, n_vocab):
 
 
 def total(sizes):
-    """The sum of sizes; None if one of them is unknown."""
+    """The sum of sizes; None if a size is None."""
     return None if None in sizes else sum(sizes)
 
 
 def is_whole(out, splits):
-    """Whether the files of a shard exist and have the recorded content."""
+    """True if the files of a shard exist and have the recorded content."""
     for entry in splits.values():
         path = out / entry["file"]
         if not path.is_file() or file_sha256(path) != entry["sha256"]:
@@ -313,20 +315,20 @@ def finish_shards(folder, shards, meta):
 
 @dataclass
 class Work:
-    """What a preparation reads, and how."""
+    """The text that a preparation reads, and how it reads it."""
 
-    units: list  # groups of documents; with --shuffle of local files, or None: they are shuffled later
+    units: list  # groups of documents; with --shuffle, groups of local files or None until they are shuffled
     text: Text
-    meta: dict  # entries of meta.json; meta["inputs"] is the hash of all that the tokens depend on
+    meta: dict  # entries of meta.json; meta["inputs"] is a hash of everything that the tokens depend on
     reading: Reading
     splitting: Splitting
 
 
 def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=None, end_of_text=None,
          text_column="text", encoding=None, separator=None, endings=(), val_fraction=None, shuffle=None, out=None):
-    """The Work of a preparation. Prints on stderr what is left out. Raises DataError."""
+    """Plan a preparation: return its Work, and print on stderr what is left out. Raises DataError."""
     if (source is None) == (not files):
-        raise DataError("give a recipe or a name of Hugging Face's hub, or --files, and not both")
+        raise DataError("give either --files, or a recipe or a name on Hugging Face's hub")
     reading = Reading(text_column, encoding, separator, endings)
     units = table = None
     if files:
@@ -336,7 +338,7 @@ def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=
     if shuffle is None:
         reading.splits = splits_by_name(reading.files)
     if separator and not any(reading.kind(path) == "text" for path in reading.files):
-        raise DataError("--separator is for .txt files and those of --endings, and there are none")
+        raise DataError("--separator is for .txt files and --endings, but there are no such files")
     if canonical(tokenizer) == "char":
         if not files:
             raise DataError("--tokenizer=chars reads all documents for their characters first: it needs --files")
@@ -368,8 +370,8 @@ def plan(source=None, subset=None, files=None, tokenizer="tiktoken:gpt2", vocab=
 
 
 def splits_by_name(paths):
-    """{path: "train" or "val"} if all paths are called so, which it says; else {}: in other folders, as of code, such
-    names are chance."""
+    """Return {path: "train" or "val"} if all paths have such names, and print that. Else return {}: in other folders,
+    such as code, these names are chance."""
     splits = {}
     for path in paths:
         called = {path.parent.name.lower(), *re.split("[-._]", path.name.lower())}  # val/a.txt, wiki.valid.tokens
@@ -377,7 +379,7 @@ def splits_by_name(paths):
     if {*splits.values()} != {*SPLITS}:
         return {}
     held_out = [path for path in paths if splits[path] == "val"]
-    print(f"held out for their names, and no others: {len(held_out):,} files ({held_out[0]})", file=sys.stderr)
+    print(f"held out because of their names, and no others: {len(held_out):,} files ({held_out[0]})", file=sys.stderr)
     return splits
 
 
@@ -389,7 +391,7 @@ def refuse_inside(out, files):
 
 
 def characters(units, reading):
-    """All characters of the documents, and the zero, which ends them."""
+    """All characters that occur in the documents, and the zero, which ends each document."""
     found = {"\0"}
     for unit in units:
         for _, text, _ in documents(unit, reading):
@@ -398,7 +400,7 @@ def characters(units, reading):
 
 
 def contents(units):
-    """[[(name, sha256 of the content), ...], ...] of units of local files. Prints duplicates. Raises OSError."""
+    """[[(name, sha256 of the content), ...], ...] for units of local files. Prints duplicates. Raises OSError."""
     paths = list(itertools.chain(*units))
     with ThreadPoolExecutor() as pool:
         sha256 = dict(zip(paths, pool.map(file_sha256, paths), strict=True))
@@ -425,7 +427,7 @@ def discard(folder):
 
 
 def inputs_of(path):
-    """What a plan.json or meta.json was made from; None if there is no such file."""
+    """The hash of the inputs that a plan.json or meta.json was made from; None if there is no such file."""
     try:
         return read_sealed(path).get("inputs") or "unknown"
     except BadRecord:
@@ -433,14 +435,14 @@ def inputs_of(path):
 
 
 def recorded(out, part, inputs):
-    """The record of how far a part is made, from PARTplan.json."""
+    """The record of a part's progress, from PARTplan.json."""
     path = out / f"{part}plan.json"
     known = read_sealed(path) if inputs_of(path) == inputs else {}
     return {"inputs": inputs, "shards": [], "ended": False, **known}
 
 
 def prepare_part(out, part, share, work, workers):
-    """Write the shards of a share of the units, PART00000.train.bin and so on, after those that exist."""
+    """Write the missing shards of a share of the units: PART00000.train.bin and so on."""
     record = recorded(out, part, work.meta["inputs"])
     shards = list(itertools.takewhile(lambda shard: is_whole(out, shard["splits"]), record["shards"]))
     if record["ended"] and shards == record["shards"]:
@@ -453,7 +455,7 @@ def prepare_part(out, part, share, work, workers):
 
 
 def join(out, parts, meta):
-    """Write meta.json, if all parts are made. Returns Tokens, or None."""
+    """Write meta.json if all parts have ended. Returns Tokens, or None if a part has not."""
     records = [recorded(out, part, meta["inputs"]) for part in parts]
     if not all(record["ended"] for record in records):
         return None
@@ -463,7 +465,7 @@ def join(out, parts, meta):
 def prepare(out, workers=1, force=False, **choices):
     """Write the shards and then meta.json into `out`, unless they are there already. Returns Tokens.
 
-    choices: arguments of `plan`. Raises DataError, one line.
+    choices: arguments of `plan`. Raises DataError.
     """
     work = plan(out=out, **choices)
     meta, recipe = work.meta, work.meta["recipe"]
@@ -476,7 +478,7 @@ def prepare(out, workers=1, force=False, **choices):
             prepare_part(folder, "", range(len(work.units)), work, workers)
             return join(folder, [""], meta)
         except DataError:
-            if work.reading.files:  # local files: the same ones would fail again, and others need other shards
+            if work.reading.files:  # the same local files would fail again, and other files need other shards
                 discard(folder)
             raise
 
@@ -485,21 +487,21 @@ def prepare(out, workers=1, force=False, **choices):
 class Source:
     """Options of prepare.py and cluster.py."""
 
-    source: str = None  # a recipe (RECIPES in data/tokens/prepare.py), or a name of the hub
-    subset: str = None  # of a data set on the hub, such as sample-10BT
+    source: str = None  # a recipe (RECIPES in data/tokens/prepare.py), or a dataset's name on Hugging Face's hub
+    subset: str = None  # subset of a dataset on the hub, such as sample-10BT
     files: list[Path] = None  # local files, or folders of them; with a recipe, instead of its source
     # --- tokens
     tokenizer: str = "tiktoken:gpt2"  # bytes, chars, tiktoken:NAME, hf:NAME on the hub, or hf:FOLDER
-    vocab: Path = None  # folder with a tiktoken encoding's files, to need no network
+    vocab: Path = None  # folder with a tiktoken encoding's files, for a machine without a network
     end_of_text: str = None  # the token that ends a document in an hf: tokenizer, if its name is unusual
     # --- how text is read
     text_column: str = "text"  # which column of parquet, jsonl or the hub holds the text
-    encoding: str = None  # of files that are not UTF-8 and have no byte order mark: latin-1, utf-16-le, ...
-    separator: str = None  # between the documents of a .txt file: "<|endoftext|>", or "\n\n"
+    encoding: str = None  # encoding of files that are not UTF-8 and have no byte order mark: latin-1, utf-16-le, ...
+    separator: str = None  # text between the documents of a .txt file: "<|endoftext|>", or "\n\n"
     endings: tuple[str, ...] = ()  # other files to read as text, by ending (.md,.py) or name (wiki_*)
     # --- what is written
-    val_fraction: Share = None  # of documents, if the source has no split; not given: 0.0005, or a tenth of few texts
-    out: Path = None  # folder to write; not given: data/ and the recipe's name
+    val_fraction: Share = None  # share held out if the source has no split; default: 0.0005, or a tenth of a few texts
+    out: Path = None  # folder to write; default: data/ and the recipe's name
     force: bool = False  # prepare again from the beginning
 
     ARGUMENTS = ("source",)
@@ -508,12 +510,12 @@ class Source:
 
 @dataclass
 class Options(Source):
-    shuffle: Seed = None  # shuffle and split as nanoGPT does (seed 2357)
+    shuffle: Seed = None  # shuffle and split as nanoGPT, which uses the seed 2357
     workers: Count = CORES  # threads; the default: one per core
 
 
 def read(options_class, doc):
-    """The arguments of `prepare` from the command line, completed by those of a recipe. Raises ConfigError."""
+    """The arguments of `prepare` from the command line and, if one is named, its recipe. Raises ConfigError."""
     options = configurator.read(options_class, sys.argv[1:], doc)
     recipe = RECIPES.get(options.source, {})
     arguments = dataclasses.asdict(options) | recipe | options.overrides

@@ -1,12 +1,12 @@
-"""Where documents come from: local files, folders of them, and data sets of Hugging Face.
+"""Reads documents from local files, folders and Hugging Face datasets.
 
 A file's ending, in upper or lower case, says what it is: .parquet; .jsonl, .ndjson and .json with an object in each
 line; .txt and --endings with text. Files ending in .gz, .zst and .bz2 are unpacked. Folders are read recursively,
-following links, each file once. Hidden files (.git, __MACOSX), empty ones and those with other endings are left
-out, and counted.
+following links, each file once. Hidden files (.git, __MACOSX), empty files and files with other endings are left out
+and counted.
 
 A byte order mark decides how a file is decoded; else it is UTF-8, or what --encoding says. A text is one document, or
-several with a --separator between them, and is read in pieces, cut where tokenizers cut too.
+several with a --separator between them. It is read in pieces, cut where tokenizers cut too.
 """
 
 import codecs
@@ -35,20 +35,20 @@ UNIT_BYTES, UNIT_DOCUMENTS = 1 << 28, 200_000  # small files are joined up to th
 PIECE_CHARS = 1 << 20  # longest piece of a text
 MOST_SAID = 8  # how many reasons for leaving something out are printed
 SMALL = 100  # bytes; a smaller file may hold nothing but a byte order mark, or an empty packed file
-MOST_OF_A_LINE = 1 << 28  # characters of a line in a jsonl file, which is read whole
-ZERO = "\0", "\ufffd"  # ends a document of bytes, so in a text it becomes the sign for no character
-OFFICIAL = ("validation", "val", "valid", "dev", "test")  # names of a split that holds documents out
+MOST_OF_A_LINE = 1 << 28  # characters in a line of a jsonl file: lines are read whole
+ZERO = "\0", "\ufffd"  # a zero ends a document of bytes, so a zero in a text becomes U+FFFD
+OFFICIAL = ("validation", "val", "valid", "dev", "test")  # names of a held-out split
 
 
 @dataclass
 class Reading:
-    """How files are read, and counts of what is left out."""
+    """How files are read, and which are left out."""
 
-    column: str = "text"  # the one with the text, in parquet, jsonl and hub data
+    column: str = "text"  # column with the text, in parquet, jsonl and hub data
     encoding: str = None  # of text that is not UTF-8
     separator: str = None  # between the documents of a text
     endings: tuple = ()  # other files to read as text: .md, or wiki_* for names
-    files: dict = field(default_factory=dict)  # {path of a local file: what changes when it is replaced or written to}
+    files: dict = field(default_factory=dict)  # {path of a local file: its `stamp`}
     splits: dict = field(default_factory=dict)  # {path: train or val}, if the files' names say so
     left_out: dict = field(default_factory=lambda: defaultdict(list))  # {why: [path, ...]}
 
@@ -58,11 +58,11 @@ class Reading:
         try:
             "".encode(self.encoding or "utf-8")
         except LookupError:
-            raise DataError(f"--encoding={self.encoding} is unknown: latin-1, cp1252, utf-16-le, shift_jis, gb18030 "
-                            "and others of Python's codecs") from None
+            raise DataError(f"--encoding={self.encoding} is unknown: choose latin-1, cp1252, utf-16-le, shift_jis, "
+                            "gb18030 or another of Python's codecs") from None
 
     def kind(self, path):
-        """parquet, json, text, or None for another file."""
+        """How to read a file: as "parquet", "json" or "text"; None: leave it out."""
         name = path.name.lower()
         if any(fnmatch.fnmatchcase(unpacked(name), f"*{ending.lower()}") for ending in self.endings):
             return "text"
@@ -82,12 +82,12 @@ def unpacked(name):
 # -------------------------------------------------------------------------------------------------- where documents are
 
 def local_units(paths, reading):
-    """[[Path, ...], ...]: the files, including those in folders, in units. Raises DataError."""
+    """Group the files, including files in folders, into units: [[Path, ...], ...]. Raises DataError."""
     units, size, seen = [], UNIT_BYTES, set()
     for path in paths:
         if not path.is_file() and not path.is_dir():
-            raise DataError(f"--files {path} is neither a file nor a folder: check the path, or save what it gives as "
-                            "a file")
+            raise DataError(f"--files {path} is neither a file nor a folder: check the path, or save a pipe's output "
+                            "as a file")
         for file in walk(path, reading, seen):
             n_bytes = file.stat().st_size
             if reading.kind(file) is None:
@@ -104,13 +104,13 @@ def local_units(paths, reading):
                 reading.files[file] = stamp(file)
     if not units:
         raise DataError(f"--files {' '.join(map(str, paths))}: nothing to read; no file ends in .parquet, "
-                        f"{', '.join(JSON_ENDINGS)} or .txt; {about(reading.left_out)}: --endings=.md says what else "
-                        "is text; tables, PDFs and archives are converted first: docs/your-data.md")
+                        f"{', '.join(JSON_ENDINGS)} or .txt; {about(reading.left_out)}: --endings=.md reads other "
+                        "files as text; convert tables, PDFs and archives first: docs/your-data.md")
     return units
 
 
 def walk(path, reading, seen):
-    """The files at and below a path, sorted by name, each once, without hidden ones."""
+    """Yields the files at and below a path, sorted by name, each once; leaves out hidden files."""
     real = path.resolve()
     if real in seen:
         reading.left_out["met twice"].append(path)
@@ -129,7 +129,7 @@ def walk(path, reading, seen):
 
 
 def about(left_out):
-    """What was left out, in words: the most frequent reasons."""
+    """Say what was left out, with the most frequent reasons."""
     reasons = sorted(left_out.items(), key=lambda item: -len(item[1]))
     parts = [f"{len(paths):,} {why} ({paths[0]})" for why, paths in reasons[:MOST_SAID]]
     if reasons[MOST_SAID:]:
@@ -138,7 +138,7 @@ def about(left_out):
 
 
 def hub_units(source, subset):
-    """[(split or None, function that opens a shard), ...] of a data set of the hub, streamed. Raises DataError."""
+    """[(split or None, function that opens a shard), ...] for a dataset on the hub, streamed. Raises DataError."""
     if Path(source).is_file() or any(Path(source).rglob("*.txt*")):
         raise DataError(f"{source} is here, not on the hub: give it as --files {source}")
     try:
@@ -158,9 +158,9 @@ def hub_units(source, subset):
 
 
 def shuffled_units(units, reading, recipe, key):
-    """[(split, function that opens a part), ...] of datasets' train_test_split. Raises DataError.
+    """[(split, function that opens a part), ...] from Hugging Face's train_test_split. Raises DataError.
 
-    units: of local files, or None; key: the hash of their content, under which their documents are cached.
+    units: of local files, or None; key: a hash of the inputs, under which the files' documents are cached.
     """
     try:
         import datasets
@@ -207,7 +207,7 @@ def check_unchanged(reading):
 # ----------------------------------------------------------------------------------------------------------- their text
 
 def documents(unit, reading):
-    """Yields (split or None, text, whether a document ends with it) for a unit, in order. Raises DataError."""
+    """Yields (split or None, text, True if a document ends with it) for a unit, in order. Raises DataError."""
     if isinstance(unit, list):
         for path in unit:
             yield from ((reading.splits.get(path), *item) for item in read_file(path, reading))
@@ -226,7 +226,7 @@ def documents(unit, reading):
 
 
 def read_file(path, reading):
-    """Yields (text, whether a document ends with it) for a file. Raises DataError for what cannot be read."""
+    """Yields (text, True if a document ends with it) for a file. Raises DataError if it cannot be read."""
     import pyarrow as pa
 
     kind = reading.kind(path)
@@ -250,7 +250,7 @@ def read_file(path, reading):
 
 @contextlib.contextmanager
 def stream_of(path, compression):
-    """A binary stream of what a file holds, unpacked."""
+    """Open a file as a binary stream of its unpacked content."""
     import pyarrow as pa
 
     with open(path, "rb") as file:  # opened here, since pyarrow refuses names that are not UTF-8
@@ -271,7 +271,7 @@ def read_parquet(path, column):
 
 
 def read_lines(chunks, column):
-    """The documents of text with a JSON object in each line. Raises ValueError, with the line."""
+    """Yields (document, True) for text with a JSON object in each line. Raises ValueError with the line's number."""
     for number, line in enumerate(lines_of(chunks), 1):
         if not line.strip():
             continue
@@ -280,15 +280,15 @@ def read_lines(chunks, column):
             if not isinstance(record, dict):
                 raise ValueError(f"not an object but a {type(record).__name__}")
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"line {number:,}: {error}; each line must be a JSON object, as `jq -c '.[]'` makes them "
-                             "of an array") from None
+            raise ValueError(f"line {number:,}: {error}; each line must be a JSON object (`jq -c '.[]'` makes "
+                             "such lines from an array)") from None
         if column not in record:
             raise ValueError(f"line {number:,} {has_no(column, record)}")
         yield as_text(record[column], f"line {number:,}"), True
 
 
 def lines_of(chunks):
-    """Lines of any length up to MOST_OF_A_LINE. Raises ValueError."""
+    """Yields the lines of a text. Raises ValueError above MOST_OF_A_LINE characters."""
     rest = ""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split("\n")
@@ -307,7 +307,7 @@ def has_no(column, columns):
 
 
 def as_text(value, place):
-    """The document in a column's value; None is an empty one. Raises ValueError for anything but text."""
+    """Return a column's value as a document; None is an empty document. Raises ValueError for anything but text."""
     if not isinstance(value, str | None):
         kind = type(value).__name__
         raise ValueError(f"{place}: {str(value)[:20]} is not text but {kind}: name another --text_column, or {NESTED}")
@@ -319,7 +319,7 @@ def in_short(error):
 
 
 def encoding_of(path, compression, given):
-    """`given`; but "utf-8" if the file is UTF-8 and not only ASCII, whatever the encoding of the files beside it."""
+    """Return "utf-8" if the file is UTF-8 and not only ASCII, whatever other files need; else `given`."""
     with contextlib.suppress(ValueError), stream_of(path, compression) as stream:
         if given and not all([chunk.isascii() for chunk in decoded(stream, None)]):  # a list, to read to the end
             return "utf-8"
@@ -329,7 +329,7 @@ def encoding_of(path, compression, given):
 def decoded(stream, encoding):
     """The text of a binary stream, in parts. Raises ValueError with the place of a byte that cannot be decoded.
 
-    encoding: used if there is no byte order mark. None: UTF-8 without zeros, which would mean that it is UTF-16.
+    encoding: used if there is no byte order mark. None: UTF-8 without zeros; a zero would mean UTF-16.
     """
     first = stream.read(4)
     bom = next((bom for bom in BOMS if first.startswith(bom)), b"")
@@ -355,9 +355,9 @@ def decoded(stream, encoding):
 
 
 def split_at(chunks, separator):
-    """Yields (part of the text, whether a document ends with it). Line breaks next to a separator belong to it."""
+    """Yields (part of the text, True if a document ends with it). Line breaks next to a separator belong to it."""
     text, begins = "", True
-    mark = re.compile(re.escape(separator).replace("\\\n", "\r?\n"))  # allow line ends of Windows
+    mark = re.compile(re.escape(separator).replace("\\\n", "\r?\n"))  # also match Windows line ends
     for chunk in chunks:
         *whole, text = mark.split(text + chunk)
         for part in whole:
@@ -372,7 +372,7 @@ def split_at(chunks, separator):
 
 
 def in_pieces(parts):
-    """Yields (piece, whether a document ends with it) for parts of documents; nothing for an empty document."""
+    """Yields (piece, True if a document ends with it) for parts of documents; nothing for an empty document."""
     rest = ""
     for part, end in parts:
         rest += part
