@@ -59,8 +59,8 @@ def best_rate(search):
 
 
 def parabola(x, y):
-    """(x of the vertex, half the second derivative, derivative of the vertex by each y) of a parabola through three
-    points, of which the middle one is lowest."""
+    """(x of the vertex, half the second derivative, derivative of the vertex by each y) of the parabola through
+    three points; the middle one is the lowest."""
     p, q, _ = np.linalg.inv(np.vander(x - x[1], 3))
     a, b = p @ y, q @ y
     return x[1] - b / (2 * a), a, (p * b / a - q) / (2 * a)
@@ -115,7 +115,7 @@ def rate_variance(a, b):
     b = look_at_search(b.search, noise)
     if a is None or b is None:
         return None
-    covariance = 0.0  # of e_a and e_b
+    covariance = 0.0  # of the errors e_a and e_b
     both = a.residuals.keys() & b.residuals.keys()
     if a.seeds == b.seeds and len(a.seeds) > 1 and len(both) > 1:
         covariance = sum(a.residuals[rate] @ b.residuals[rate] for rate in both)
@@ -432,7 +432,7 @@ def resampled(differences, error, resamples=4000):
     mean = differences.mean(-1)
     sd = differences.std(-1, ddof=1)
     z = (differences - mean[..., None]) / np.maximum(sd, 1e-300)[..., None]
-    counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), resamples).T / n  # the same for all
+    counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), resamples).T / n  # the same resamples for all
     means = z @ counts
     variances = (z * z) @ counts - means**2
     t = means * math.sqrt(n - 1) / np.sqrt(np.maximum(variances, 1e-12))

@@ -252,7 +252,7 @@ class Side:
         self.rows = {}  # name of a cell: its row of results
         self.facts = {}  # {name: value} that all runs must share; HEAD's are those of all versions
         self.ended = None  # the Decision from the first run that diverged or was refused
-        self.decision = Decision()  # at the last look
+        self.decision = Decision()  # the Decision at the last look
         self.numbers = {}  # its entry in edit.json
         version.sides[size] = self
 
@@ -371,8 +371,8 @@ class Comparison:
             side.end(seed, "refused", why)
 
     def read(self, side, cell, failed):
-        """Note the result of a cell, or that the edit diverged. Raises ConfigError if the run failed, is not comparable
-        with earlier runs, or is not measured as others are."""
+        """Record the result of a cell, or that the edit diverged. Raises ConfigError if the run failed, is not
+        comparable with earlier runs, or is not measured as others are."""
         seed = cell.at["seed"]
         try:
             row = records.read_run(side.folder / cell.name, cell.at)
@@ -445,12 +445,12 @@ class Budget:
         return len(self.ends) - n or 32
 
     def ended(self, last):
-        """Note that pairs up to seed `last` have ended, spread evenly over the time since the last one."""
+        """Record that the pairs up to seed `last` have ended, evenly spread over the time since the last record."""
         new = max(1, last - len(self.ends) + 1)
         self.ends += np.linspace(max(self.ends, default=0), self.spent(), new)[1:].tolist()
 
     def look(self, n):
-        """Note the look at n pairs, and the fraction of the budget that they took."""
+        """Record the look at n pairs, and the fraction of the budget that they took."""
         plan = f"{self.pairs} pairs" if self.pairs else f"{self.minutes:g} minutes"
         if n > 1 and plan not in self.plans:
             self.plans.append(plan)
@@ -468,7 +468,7 @@ class Decision:
     verdict: str = "undecided"
     interval: tuple = ()
     nats: tuple = ()
-    sentence: str = ""  # if the comparison needs no interval
+    sentence: str = ""  # for a comparison that needs no interval
     pairs: int = 0
     minutes: float = 0.0
 
@@ -641,8 +641,8 @@ def write_page(edit, numbers):
             panels += training(side, size)
     n, error = numbers["edits_tried"], numbers["error"]
     tried = (f"Edits tried against the same code of {numbers['against']}: {n}. An edit that does nothing is called "
-             f"better or worse with probability {error:.4g} at most, at least one of {n} with up to "
-             f"{1 - (1 - error) ** n:.2f}.")
+             f"better or worse with probability {error:.4g} at most, and at least one of {n} with "
+             f"{1 - (1 - error) ** n:.2f} at most.")
     page = pages.Page(sentences, [pages.escaped(numbers["about"]), pages.listed(notes)], panels,
                       [tried, textwrap.indent((edit.out / "edit.diff").read_text(), "    ")])
     pages.write("Did the edit help?", page, edit.out / "edit")

@@ -25,7 +25,7 @@ from runtime import records  # noqa: E402
 
 def main(argv, data):
     plain, config = (configurator.load(train.TrainConfig, arguments) for arguments in (argv[:1], argv))
-    meta = Path(data, config.dataset.split(":")[0], "meta.json")  # of a mixture's first part
+    meta = Path(data, config.dataset.split(":")[0], "meta.json")  # in a mixture: of its first part
     vocab = json.loads(meta.read_text())["vocab_size"] if meta.exists() else 256
     opened.discard(str(meta))
     config.vocab_size = config.vocab_size or -(-vocab // 64) * 64

@@ -26,7 +26,7 @@ PAIRS = 60
 ALPHA = 0.05
 USUAL_SD = 0.009  # nats, of pairs of 512 steps at 460K
 B, K = 0.75, 0.36  # HEAD's loss is E + B (D / whole)^-K nats: Longhorn 460K, 512 steps of 1,024 bytes
-PAIRS_IN_15_MINUTES = 36  # of 512 steps at 460K, on two cores at 25 s per pair
+PAIRS_IN_15_MINUTES = 36  # 25 s per pair of 512 steps at 460K, on two cores
 
 
 def downwards(noise):
@@ -76,7 +76,7 @@ def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, rng=0):
         half_width: the median half-width of the interval of log m.
     """
     rng = np.random.default_rng(rng)
-    noises = [NOISE[noise](rng, (simulations, pairs)) for _ in range(2)]  # of the difference and the sum of a pair
+    noises = [NOISE[noise](rng, (simulations, pairs)) for _ in range(2)]  # noise of a pair's difference, and of its sum
     difference, total = (sd / np.std(x) * x for x in noises)
     differences = difference + law(1 / times)
     head = (total - difference) / 2

@@ -147,7 +147,7 @@ def read(lm, x, y, chunk):
     for part, following in zip(x.split(chunk, 1), y.split(chunk, 1), strict=True):
         logits, _, state = lm(part.to(device), state=state)  # (B, t, V)
         piece = F.cross_entropy(logits.float().flatten(0, 1), following.to(device).flatten(), reduction="none")
-        del logits  # or it would stay in memory during the next part
+        del logits  # otherwise it would stay in memory during the next part
         losses.append(piece.view(part.shape).double().cpu())
     return torch.cat(losses, 1)
 

@@ -260,7 +260,7 @@ def frontier(fitted, family, levels):
     """The least FLOPs for losses (levels,), over parameters between the sizes."""
     E, A, alpha, B, beta, D0, gamma, _ = fitted
     N = sizes_between(family)[:, None]
-    left = np.maximum(levels - E, 0) ** (1 / gamma) - A / N**alpha  # for the term of D
+    left = np.maximum(levels - E, 0) ** (1 / gamma) - A / N**alpha  # what is left for the term of D
     D = D0 + (B / np.maximum(left, 1e-9)) ** (1 / beta)
     return (per_token(family, N) * D).min(0)
 

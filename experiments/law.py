@@ -32,7 +32,7 @@ from experiments.pages import human, listed, table  # noqa: E402
 from experiments.sweeps.experiment import say_written  # noqa: E402
 from runtime.records import environment, fields, read_json, write_json  # noqa: E402
 
-HALF = " rate/2"  # in the label of a size at half its rate
+HALF = " rate/2"  # ends the label of a size that trains at half its rate
 UNITS = ("tokens read, flops of training, seconds, parameters with those of the embedding, val_loss in nats per token "
          "on all held-out files, loss_of_choosing_files on the first half of them")
 RATIO = "{:.2f} ({:.2f} .. {:.2f})"
@@ -270,7 +270,7 @@ def sentence_of_compute(found, families, other):
     b = families[other]
     largest = f"{name_of(other)} {b.sizes[-1]} after {human(b.D[-1, -1])} tokens"
     *_, last = (middle for key, (_, middle, _) in found.items() if key.startswith(f"{other} frontier "))
-    off = math.exp(b.log_L[:, -1, -1].mean() - last) - 1  # below 0: the law does not follow it
+    off = math.exp(b.log_L[:, -1, -1].mean() - last) - 1  # below 0 if the run is better than the law's frontier
     return (f"On the frontier {name_of(first)} needs {in_words(found[f'{other} compute'], of=np.exp2)} times "
             f"{name_of(other)}'s FLOPs for the loss of {largest}; {trend(found[f'{other} per C'], 'the compute')}. "
             f"That run's own loss is {abs(off):.1%} {'below' if off < 0 else 'above'} the frontier.")
@@ -362,7 +362,7 @@ def rows_of_constants(choices):
 def coverage(path):
     """The table of a record by law_simulation.py."""
     if not path.exists():
-        return "This has not been simulated: `python experiments/law_simulation.py results/law/simulation.json`."
+        return "There is no simulation yet: run `python experiments/law_simulation.py results/law/simulation.json`."
     record = read_json(path)
     rows = {}
     for form, counts in record["forms"].items():

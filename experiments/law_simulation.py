@@ -26,12 +26,12 @@ from runtime.records import write_json  # noqa: E402
 
 LABELS = ["60K", "130K", "250K", "460K", "1.5M"]
 SIZES = np.array([47880.0, 114496, 248544, 433792, 1436736, 3373312])  # Longhorn's, without the embedding
-FLOPS = np.array([403e3, 873e3, 1.77e6, 2.97e6, 9.30e6])  # per token
+FLOPS = np.array([403e3, 873e3, 1.77e6, 2.97e6, 9.30e6])  # FLOPs per token
 BUDGETS = np.array([0.25, 0.5, 1, 2, 4, 8, 16]) * MB
 LONGER = 28 * MB
-PREDICTED = [(SIZES[1], LONGER), (SIZES[3], LONGER), (SIZES[5], LONGER), (SIZES[5], 16 * MB)]  # of the first seed
-SD = {"longhorn": 0.006, "llama": 0.009}  # of log L over seeds at 1 MB
-COST = np.array([0.0012, 0.0006, 0.0006, 0.0006, 0.0006])  # of the rates' errors, on average
+PREDICTED = [(SIZES[1], LONGER), (SIZES[3], LONGER), (SIZES[5], LONGER), (SIZES[5], 16 * MB)]  # first seed
+SD = {"longhorn": 0.006, "llama": 0.009}  # SD of log L over seeds at 1 MB
+COST = np.array([0.0012, 0.0006, 0.0006, 0.0006, 0.0006])  # mean cost in log L of the rates' errors
 MISFIT = 0.002  # SD of log L
 # E, the terms of N at 433,792 parameters and of D at 1 MB, alpha, beta, D0, gamma: near the losses of the sweeps at
 # 460K and 1.5M in results/, Longhorn needing a third of LLaMA's tokens
@@ -102,7 +102,7 @@ def save(rows, args, sweeps):
 class Options:
     record: Path  # the file to write
     sweeps: Count = 500  # simulated
-    draws: Count = 60  # of fit.analyse, per form
+    draws: Count = 60  # simulated sweeps of fit.analyse, per form
 
 
 def main(argv):

@@ -56,10 +56,10 @@ from experiments import figures  # noqa: E402
 
 HOLDS = 1e-8  # an update holds if it differs from its minimiser by at most this share of the largest number in either
 MIXER_HOLDS = 1e-5  # a mixer, in float32, holds if its states differ by at most this, relative, in the 2-norm
-DRAWS = 48  # of states, keys and gates, for each row of the table
+DRAWS = 48  # random states, keys and gates for each row of the table
 STREAMS = 4  # streams of pairs on which the two forms of Longhorn are compared; half as many for the longest keys
 NO_CURVATURE = 1e-13  # a smallest curvature of at most this, relative to the largest: no unique minimum
-COSINES = (0.0, 0.25, 0.5, 0.75, 0.95)  # of two keys, in the comparison of the two forms
+COSINES = (0.0, 0.25, 0.5, 0.75, 0.95)  # cosines of two keys in the comparison of the two forms
 
 
 # ----------------------------------------------------------------------------------------------- objectives and updates
@@ -301,7 +301,7 @@ def check(row, count, seed):
 def answer(row, S_prev, k, x, p):
     """row.update's S. Raises ConfigError unless S has the shape of S_prev and the objective is a number, both float64
     and finite."""
-    S = row.update(S_prev.clone(), k, x, p)  # it may write there
+    S = row.update(S_prev.clone(), k, x, p)  # an update may write to its argument
     value = row.objective(S_prev + 0.5, S_prev, k, x, p)
     for what, got, shape in ("update", S, S_prev.shape), ("objective", value, ()):
         is_right = isinstance(got, torch.Tensor) and got.shape == shape and got.dtype == torch.float64
@@ -403,7 +403,7 @@ def operator_call(family, backend=""):
     for weight in mixer.parameters():
         weight.normal_(0.0, 0.5)
     name = mixer.operator
-    modules = [sys.modules[c.__module__] for c in type(mixer).__mro__]  # its own, and those it inherits from
+    modules = [sys.modules[c.__module__] for c in type(mixer).__mro__]  # its own module, and those of its base classes
     module = next(module for module in modules if hasattr(module, name))
     op = getattr(module, name)
     calls = []
@@ -540,7 +540,7 @@ def unexpected(record, rows):
             lines.append(f"{row.name}: the update {'is' if check['minimises'] else 'is not'} the minimiser (off by "
                          f"{check['off']:.1e}), contrary to this file's claim")
         for family, off in check["mixers"].items():
-            if not off <= MIXER_HOLDS:  # also NaN
+            if not off <= MIXER_HOLDS:  # catches NaN, too
                 lines.append(f"{family}: its mixer differs by {off:.1e} from the update of {row.name}, more than "
                              f"{MIXER_HOLDS:g}")
     return lines

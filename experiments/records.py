@@ -141,7 +141,7 @@ def compared(kind, plan, records, source, accept_code):
     """(rows, attrs) of a sweep that `load` has read: which runs are comparable, and why the others are not."""
     rows = {}
     reasons = {}
-    environments = {}  # of each version of the code; a run with several versions has the environment of its last
+    environments = {}  # {version of the code: environment}; a run with several versions has that of its last
     known = set()
     cells = plan.pop("cells")
     for name, at in cells.items():
@@ -288,7 +288,7 @@ def check_place(kind, name, at, result, record):
             ran[key] = config[setting]
     ran |= {"model": config.get("pattern") or config["model"], "code": record["environment"]["code"],
             "folder": Path(config["out_dir"]).name, "dtype": config["dtype"]}
-    follows = {}  # from other numbers of the run; those in the plan are estimates
+    follows = {}  # computed from other numbers of the run; the plan has estimates of them
     if kind.measure == "val_loss":  # other kinds may stop early
         derived = record["derived"]
         tokens = ran["tokens"] = config["max_iters"] * config["batch_tokens"]
@@ -309,8 +309,8 @@ def in_group(group, settings):
 
 
 def of_scaling(row, record, evaluations):
-    """The row with tokens and losses per held-out file as arrays, and the loss on the first half of the files, which
-    chooses learning rates. Bits per byte are NaN if the data's bytes are unknown."""
+    """The row with tokens and losses per held-out file as arrays, and with the loss on the files that choose learning
+    rates, the first half. Bits per byte are NaN if the data's bytes are unknown."""
     tokens = np.array(row["val_document_tokens"], float)
     losses = np.array(row["val_document_losses"], float)
     if tokens.shape != losses.shape or not abs(np.average(losses, weights=tokens) - row["val_loss"]) <= 1e-4:
@@ -393,7 +393,7 @@ def of_extrapolation(saved):
     return rows, {"code": [{"code": code} for code in sorted({row["code"] for row in rows})]}
 
 
-SAME_AT_A_LENGTH = ("pairs", "batch_examples", "eval_interval")  # of recall
+SAME_AT_A_LENGTH = ("pairs", "batch_examples", "eval_interval")  # settings of recall
 KINDS = {
     "scaling": Kind(("model", "size", "stage", "seed", "learning_rate", "steps", "from"), "val_loss", (
         "batch_tokens", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters", "min_lr", "vocab_size",

@@ -60,7 +60,7 @@ ends. Each interval is for one pair; p is corrected by Holm's method for all pai
 tell the error of the chosen rates, the interval does not include it, and that part is nan. Per doubling: how the
 difference changes when the tokens double. Only the learning rate was tuned for each family."""
 NATS = "{mean:+.4f} ({low:+.4f} .. {high:+.4f})"
-SPAN = {}  # of tokens, FLOPs and seconds: 0.98 (0.95 .. 1.01)
+SPAN = {}  # templates for tokens, FLOPs and seconds: 0.98 (0.95 .. 1.01)
 for cost in ("tokens", "FLOPs", "seconds"):
     SPAN[cost] = f"{{{cost}:.2f}} ({{{cost}_low:.2f}} .. {{{cost}_high:.2f}})"
 PAIR_COLUMNS = {"pair": "{names}", "at": "{size}", "after": "{D}", "seeds": "{seeds}", "loss minus the other's": NATS,
@@ -133,7 +133,7 @@ def collect(runs):
     for e in itertools.chain(*sizes):
         if e.search:
             searched[e.model] = e
-            if e.main > 3 * e.searched:  # usually 2
+            if e.main > 3 * e.searched:  # the factor is usually 2
                 e.notes.append(f"the learning rate was chosen after {human(e.searched)} tokens: intervals include "
                                "the error of this search, but longer runs may need another rate")
         elif e.rate and e.model in searched:

@@ -43,7 +43,7 @@ from experiments.sweeps.experiment import Experiment, Report, Run  # noqa: E402
 from experiments.sweeps.runner import Cell  # noqa: E402
 from runtime.records import BadRecord, fields, is_finished  # noqa: E402
 
-FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv")  # of the paper's Table 1
+FAMILIES = ("longhorn", "mamba", "llama", "gla", "retnet", "rwkv")  # the families in the paper's Table 1
 SET_BY_THE_SWEEP = ("out_dir", "resume", "model", "pattern", "seed", "max_iters", "learning_rate", "warmup_iters",
                     "schedule", "min_lr", "branch", "keep_steps")
 FIRST_SEED, LABELLED = 1001, 1000  # a search has seeds 1, 2 ...; NAME@WORD has seeds LABELLED higher than NAME's, so
@@ -76,7 +76,7 @@ class Preset:
     args: tuple = ()  # for every run
     families: dict = field(default_factory=dict)  # {family: fields of its sizes that differ from `sizes`}
     one_by_one: bool = False  # one family and size after the other, no cosine; else seed by seed
-    folder: str = ""  # in out/, unless --out is given; "": scaling_<name>
+    folder: str = ""  # name in out/, unless --out is given; "": scaling_<name>
 
     def size(self, model, label):
         """The Size of a family."""
@@ -375,7 +375,7 @@ def find_rates(preset, folder, go, plan_only=False):
     plan_only: `go` runs nothing, and a search without a usable run takes its middle rate.
     """
     plan = runner.read_plan(folder, new=True)["cells"]
-    with fields(f"{folder}: the plan's cells"):  # of another program, say
+    with fields(f"{folder}: the plan's cells"):  # the plan may be another program's
         known = {(at["model"], at["size"]): at["learning_rate"] + 0 for at in plan.values() if at["stage"] == "seed"}
     rates = {}
     found = {model: {} for model in preset.models}  # until a search of the family finds none
@@ -601,7 +601,7 @@ class Sweep(Experiment):
         return args.out or REPO / "out" / name
 
     def plan(self):
-        before = runner.read_plan(self.folder, new=True)  # one warmup per sweep, or its runs could not be compared
+        before = runner.read_plan(self.folder, new=True)  # one warmup per sweep, so that its runs can be compared
         self.preset = replace(self.preset, warmup=before.get("warmup", self.preset.warmup))
         searches = []
         rates = find_rates(self.preset, self.folder, searches.extend, plan_only=True)
@@ -734,7 +734,7 @@ class Sweep(Experiment):
                     known[label] = replace(first, argv=argv)
                 sizes[label] = known[label]
         label, size = next(iter(sizes.items()))
-        if not size.search:  # its rate would follow from a size that is not here
+        if not size.search:  # its rate would follow from a size that was not chosen
             sizes[label] = replace(size, search=first.search, search_steps=first.search_steps)
         return sizes
 

@@ -327,7 +327,7 @@ def test_the_judge_notices_a_version_that_reads_more_than_earlier_tokens(tmp_pat
     nats = edit.ask(ROOT / "experiments/edit_judge.py", what, tree, tmp_path / "run", *argv)
     for one, other in ("reported", "plain"), ("beside", "alone"):
         assert (nats[one] == pytest.approx(nats[other], abs=1e-6)) == (what == "earlier tokens")
-    promised = "To {float32} nats ({bfloat16} in 16 bits) it must not".format(**edit.ALIKE)
+    promised = "It may change by at most {float32} nats ({bfloat16} in 16 bits)".format(**edit.ALIKE)
     assert promised in (ROOT / "docs/experiments.md").read_text()
 
 
@@ -516,7 +516,7 @@ def test_heads_runs_serve_the_next_edit_and_the_page_counts_edits(repo, run):
     after = runs_of(repo / "out")
     assert all(after[name] == 1 for name in before) and len(after) > len(before)
     page = newest(repo, "out/*/edit-*/edit.md").read_text()
-    assert "is called better or worse with probability 0.05 at most, one of 3 with up to 0.14" in page
+    assert "better or worse with probability 0.05 at most, and at least one of 3 with 0.14 at most." in page
     heads = sorted(repo.glob(f"out/*/{result['code']['head']}-*seed[123]/result.json"))
     first, second, third = [path for path in heads if '"steps": 16' in path.read_text()]
     config = first.with_name("config.json")

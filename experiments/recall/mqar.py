@@ -36,7 +36,7 @@ STEPS = ("deltanet", "deltanet_implicit", "deltanet_exact", "deltanet_free", "de
          "deltanet_exact_free")
 FIGURE4 = ("attention", "based", "hyena", "rwkv4", "baseconv", "mamba", "longhorn")
 RATES = (1e-4, 4.6e-4, 2.2e-3, 1e-2)
-SECONDS_PER_FLOP = 3e-11  # of one core, with the overheads of small models, as in results/recall_laptop.json
+SECONDS_PER_FLOP = 3e-11  # on one core, with the overheads of small models: from results/recall_laptop.json
 
 
 @dataclass
@@ -106,7 +106,7 @@ class RecallSweep(Experiment):
             points += product([T], args.widths or preset.widths, args.mixers or preset.lengths.get(T, first))
         rates = sorted(args.lrs or preset.lrs, reverse=True)
         cells = []
-        flops = {}  # of a step, by point
+        flops = {}  # {point: FLOPs of a step}
         for point, seed, rate in product(points, args.seeds or preset.seeds, rates):
             T, width, mixer = point
             argv = [f"--model={mixer}", f"--block_size={T}", f"--n_embd={width}", f"--learning_rate={rate:g}",

@@ -117,7 +117,7 @@ def distinct(rng, rows, k, n):
     while len(some):
         codes = np.sort(x[some] * k + np.arange(k), axis=1)  # by number, then by column
         row, at = np.nonzero(codes[:, 1:] // k == codes[:, :-1] // k)
-        column = codes[row, at + 1] % k  # columns whose number an earlier column already has
+        column = codes[row, at + 1] % k  # columns that repeat the number of an earlier column
         x[some[row], column] = rng.integers(0, n, len(row))
         some = some[np.unique(row)]
     return x

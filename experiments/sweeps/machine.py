@@ -29,7 +29,7 @@ RECORDS = Path(__file__).resolve().parents[2] / "results" / "h200"
 ASSUMED = 0.25  # share of the peak for families without a record, and without compiling: Longhorn's mean
 MEASURED = {"optimizer": "adamw", "parallel": "ddp", "recompute": "none", "compile": True,
             "backend": ""}  # and in bfloat16
-START_SECONDS = 8.0  # of a run: imports, the check at the start, the evaluation
+START_SECONDS = 8.0  # start and end of a run: imports, the check at the start, the evaluation
 PER_NODE = 8  # GPUs
 COLUMNS = ("model", "size", "parameters", "tokens", "micro-batch", "memory", "of the peak", "a run")
 

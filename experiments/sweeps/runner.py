@@ -69,7 +69,7 @@ class Cell:
 # ----------------------------------------------------------------------------------------------------------------- plan
 
 def write_plan(folder, cells, **about):
-    """Add cells to folder/plan.json, and facts about the whole sweep (`about`), whose lists and dicts grow.
+    """Add cells to folder/plan.json, and facts about the whole sweep (`about`); lists and dicts among them grow.
 
     A cell that has begun keeps the arguments it began with: cell.argv is set to them. Raises ConfigError if the new
     ones would give another result.

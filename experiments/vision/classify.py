@@ -109,7 +109,7 @@ class TwoWays(nn.Module):
         self.there = self.block(config, layer)
         if self.directions == "separate":
             self.back = self.block(config, layer)
-            del self.back.in_proj, self.back.out_proj  # both directions use those of `there`
+            del self.back.in_proj, self.back.out_proj  # both directions use the projections of `there`
             self.there.mix = self.separate
         if self.directions == "shared":
             self.norm_weight = parameter(2, self.there.d_inner, start=constant(1.0))
@@ -252,7 +252,7 @@ class Vision(LM):
         the final device."""
         average = AveragedModel(self, multi_avg_fn=get_ema_multi_avg_fn(self.config.ema))
         average.n_averaged += 1  # start from the current weights
-        object.__setattr__(self, "average", average)  # not a submodule, which would be trained and counted
+        object.__setattr__(self, "average", average)  # as a submodule it would be trained and counted
 
     def after_step(self):
         if self.average is not None:

@@ -85,7 +85,7 @@ def speed(cells):
 @dataclass
 class ImageRun(Run):
     config: Literal["digits", "cifar", "tiny"] = "digits"  # config/*_CONFIG.py
-    seeds: tuple[Whole, ...] = (1, 2, 3)  # of every model
+    seeds: tuple[Whole, ...] = (1, 2, 3)  # seeds of every model
 
 
 class ImageSweep(Experiment):
