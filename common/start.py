@@ -1,8 +1,8 @@
 """Programs import this before PyTorch: a signal during that import then ends them with one line, and idle OpenMP
 threads spin only briefly.
 
-When another program takes a thread's core, the other threads spin on their cores while they wait for it, so a busy
-laptop trains at a third of its speed. On two cores of an EPYC beside one busy process, short spins make training 1.7
+When another program takes a thread's core, the other threads spin on their cores while they wait for it. A busy laptop
+then trains at a third of its speed. On two cores of an EPYC beside one busy process, short spins make training 1.7
 times as fast; on a quiet machine they cost a tenth. This changes only how CPU threads wait.
 """
 

@@ -69,8 +69,8 @@ def eval_windows(n_tokens, block_size, limit_tokens=0):
 
     Args:
         n_tokens: length of the split; block_size: tokens predicted per window;
-        limit_tokens: 0 for the whole split, including a shorter last window (every token but the first is predicted
-            once); otherwise the number of predicted tokens, in windows evenly spaced over the split.
+        limit_tokens: 0 for the whole split, including a shorter last window: every token but the first is predicted
+            once. Otherwise the number of predicted tokens, in windows evenly spaced over the split.
     Returns: (n, 2) int64 array of (start, length): inputs [start, start + length), targets shifted by one. Only the
         last length may be below block_size. The lengths sum to n_tokens - 1, or to min(limit_tokens, n_tokens - 1).
     Raises: DataError if there is nothing to predict.

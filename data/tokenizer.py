@@ -58,7 +58,7 @@ def tiktoken_encoding(name, vocab=None):
     try:
         with contextlib.nullcontext() if vocab is None else downloaded(Path(vocab)):
             return tiktoken.Encoding(**names[name]())
-    except Exception as error:  # of many kinds, all of which mean that the files cannot be read
+    except Exception as error:  # of many kinds, but each means that the files cannot be read
         reason = " ".join(str(error).split())[:100]
         files = "pass a folder with its .tiktoken file"
         if name == "gpt2":
