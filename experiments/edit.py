@@ -229,7 +229,7 @@ def changes(head, edit):
 def summary(changed, diff):
     """The files that differ and how many lines were added and removed, in words."""
     came, went = (sum(line[:1] == sign != line[1:2] for line in diff) for sign in "+-")
-    return f"{', '.join(changed)}, {came} lines +, {went} lines -"
+    return f"{', '.join(changed)}, +{came} -{went} lines"
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs

@@ -1,5 +1,6 @@
 """The page and the figure of experiments/extrapolation.py, from its record file."""
 
+import collections
 import functools
 import itertools
 import math
@@ -106,19 +107,25 @@ def panels(read, trained):
     """Perplexity against T (Figure 1, right), and the gain from the longer past, place by place."""
     of_length = []
     of_place = []
+    families = {name.partition(", ")[0] for name in read}
+    variants = collections.Counter(family.partition("@")[0] for family in families)
     for name, at in read.items():
         family, comma, limit = name.partition(", ")
+        plain = family.partition("@")[0]
+        if variants[plain] == 1:  # the settings after the @ tell nothing apart
+            family = plain
         label = name_of(family) + comma + limit
+        line = "o--" if limit else "o-"
         mean, error = np.transpose([over_seeds(measured, "loss") for measured in at.values()])
         low = np.exp(mean - error)
         high = np.exp(mean + error)
-        of_length.append(Curve(name, label, list(at), np.exp(mean), low, high))
+        of_length.append(Curve(family, label, list(at), np.exp(mean), low, high, line))
         *_, longest = at.values()
         last = [x["difference_by_place"] for x in longest if "against" in x]
         if last:
             mean, error = over_seeds(last, "difference")
             middles = [math.sqrt(max(1, low) * high) for low, high in itertools.pairwise(last[0]["edges"])]
-            of_place.append(Curve(name, label, middles, mean, mean - error, mean + error))
+            of_place.append(Curve(family, label, middles, mean, mean - error, mean + error, line))
     drawn = [Panel("Perplexity", "sequence length T", "perplexity", of_length, "xy", trained)]
     if of_place:
         drawn.append(Panel("Gain from the longer past", "place in the longest sequence",

@@ -23,8 +23,18 @@ LOOKS = {"attention": ("Attention", "#222222"), "based": ("Based", "#a0522d"), "
          "longhorn_exact": ("Longhorn, exact", "#8c4a2f"), "retnet": ("RetNet", "#7a7a7a"),
          "rwkv": ("RWKV", "#159a6f"), "llama": ("LLaMA", "#222222"), "gated_deltanet": ("Gated DeltaNet", "#5b5bd6"),
          "kda": ("KDA", "#17a2b8"), "mamba2": ("Mamba-2", "#7fb0d8"), "mesa": ("Mesa", "#4d7c0f"),
-         "swa": ("Sliding window", "#555555")}
-SPARE = ("#006d77", "#c77dff", "#ff7f50", "#6a994e", "#b5179e", "#577590")  # for other families
+         "swa": ("Sliding window", "#555555"), "longhorn,swa": ("Longhorn + Sliding window", "#006d77"),
+         "gated_deltanet,swa": ("Gated DeltaNet + Sliding window", "#c77dff"),
+         "vit": ("ViT", "#222222"), "vim": ("ViM", "#1f6fb4"), "separate": ("ViL, separate", "#c8252c"),
+         "shared": ("ViL, shared", "#f4845f"), "forward": ("ViL, forward", "#006d77")}
+# the delta rule's steps, by the names of recall's mixers and of text's families
+for mixer, settings, colour in (("implicit", "step=implicit", "#b5179e"), ("exact", "step=exact", "#577590"),
+                                ("free", "normalize_keys=false", "#c084d0"),
+                                ("implicit_free", "step=implicit,normalize_keys=false", "#e75aa8"),
+                                ("exact_free", "step=exact,normalize_keys=false", "#6fa0c4")):
+    look = (f"DeltaNet, {mixer.replace('_', ', ')}", colour)
+    LOOKS[f"deltanet_{mixer}"] = LOOKS[f"deltanet@{settings}"] = look
+SPARE = ("#ff7f50", "#6a994e", "#2a9d8f", "#8d6e63", "#3949ab", "#c0ca33")  # for other families
 
 
 @dataclass
@@ -64,6 +74,8 @@ class Panel:
 
 def name_of(model):
     """The name of a family, or of a pattern of families, with the settings after its @ as they are."""
+    if model in LOOKS:
+        return LOOKS[model][0]
     pattern, at, word = str(model).partition("@")
     return re.sub(r"\w+", lambda family: LOOKS.get(family[0], family)[0], pattern.replace(",", " + ")) + at + word
 
@@ -78,7 +90,7 @@ def in_words(panel):
 
 
 def draw(panels, path, style=None):
-    """Draw the panels, at most three side by side, to a file; style: a .mplstyle file applied over STYLE."""
+    """Draw the panels, at most two side by side, to a file; style: a .mplstyle file applied over STYLE."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -86,7 +98,7 @@ def draw(panels, path, style=None):
 
     spare = functools.partial(next, itertools.cycle(SPARE))
     colours = collections.defaultdict(spare, {family: colour for family, (_, colour) in LOOKS.items()})
-    columns = 2 if len(panels) == 4 else min(len(panels), 3)
+    columns = min(len(panels), 2)
     rows = math.ceil(len(panels) / columns)
     most = max(len(panel.curves) for panel in panels)
     height = max(3.4, 0.26 * most)

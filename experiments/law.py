@@ -375,7 +375,7 @@ def coverage(path):
 def panels(found, families, least, rows):
     """Loss against compute with the frontiers; and the predictions, in units of the predicted loss."""
     curves = []
-    for model, family in families.items():
+    for model, family in reversed(families.items()):  # the first family is drawn over the others
         losses = np.exp(family.log_L.mean(0))
         curves.append(Curve(model, "", (family.flops[:, None] * family.D).ravel(), losses.ravel(), line="o"))
         C = fit.computes(fit.since(family, least))
@@ -419,7 +419,7 @@ def page(runs, args, out):
     sentences += [sentence_of_constants(found, model) for model in families]
     controls = controls_of(runs, args, families)
     if not rows:
-        missing.append("no predictions: --predict writes them, before `sweep.py law_predicted` runs")
+        missing.append(f"no predictions beside {out}: --predict writes them, before `sweep.py law_predicted` runs")
     if not controls:
         missing.append("no controls: `sweep.py law_half`, and --control with the folder of `sweep.py law_4096`")
     points = runs[[*POINTS, "n_embd"]]

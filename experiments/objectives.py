@@ -512,7 +512,7 @@ def draw(record, path):
         if N > 1:  # for N = 1 Eq. 7 is Eq. 6
             label = f"N = {N}, {writes:.2f} written"
             curves.append(figures.Curve(label, label, COSINES, missed))
-    panel = figures.Panel(f"what a step of Eq. 7 misses (1: no step), float64, {record['date'][:10]}",
+    panel = figures.Panel("what a step of Eq. 7 misses (1: no step)",
                           "cosine of two keys, about", "share of Eq. 5's decrease that is missed", curves)
     figures.draw([panel], path)
 

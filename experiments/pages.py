@@ -27,7 +27,7 @@ p, ul {{ max-width: 46rem; overflow-wrap: break-word }}
 table {{ display: block; overflow-x: auto; border-collapse: collapse; font-size: .875rem }}
 th, td {{ padding: .35rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8886 }}
 th {{ white-space: normal }} th:first-child, td:first-child {{ text-align: left }}
-p:has(img) {{ max-width: none; overflow-x: auto }} img {{ width: 100%; min-width: 56rem; max-width: max-content }}
+p:has(img) {{ max-width: none; overflow-x: auto }} img {{ max-width: max(100%, 56rem) }}
 </style></head><body>
 {body}</body></html>
 """

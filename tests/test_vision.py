@@ -459,14 +459,14 @@ def test_a_sweep_is_planned_run_and_reported(tmp_path, monkeypatch):
     assert len({c.name for c in cells}) == len(cells) == 18
     assert 1.5 * sum(c.seconds for c in cells) == 2 * 3600  # for three seeds
     assert [c.at["n_layer"] for c in cells if c.at["seed"] == 1] == [4, 4, 4, 4, 3, 2, 2, 1, 1]
-    sweep_of_images.runner.write_plan(tmp_path, cells, speed={"ViL, separate, 4 layers": 735})
+    sweep_of_images.runner.write_plan(tmp_path, cells, speed={"ViL, separate, depth 4": 735})
     with mock.patch("runtime.records.code_version", lambda: {"commit": None, "uncommitted_changes": None}):
         for c in (cells[9], cells[4]):  # ViL's second seed, ViT's first
             succeed([*c.argv, f"--out_dir={tmp_path / c.name}"])
     assert sweep_of_images.main(["report", str(tmp_path)]) == 0
     text = re.sub(" +", " ", (tmp_path / "report.md").read_text())
     accuracy = 100 * record(tmp_path / cells[9].name)["val_accuracy"]
-    row, = re.findall(r"\| ViL, separate, 4 layers \|.*", text)
+    row, = re.findall(r"\| ViL, separate, depth 4 \|.*", text)
     assert row.endswith(f"| {accuracy:.1f} | nan | {accuracy:.1f} | 735 |") and "| ViL-Tiny | 7M | 76.4 |" in text
     assert "![By seed, mean" in text
     assert "2 of 18 runs" in text and "- not run (16): vil" in text and (tmp_path / "report.png").exists()
@@ -481,7 +481,7 @@ def test_images_per_second_are_those_of_a_micro_batch(monkeypatch):
         return [(step(), 0.25)[1] for step in steps]
 
     monkeypatch.setattr("bench.measure.Cpu.laps", laps)
-    assert sweep_of_images.speed(cells) == {"ViL, separate, 4 layers": 12, "ViL, shared, 4 layers": 12}
+    assert sweep_of_images.speed(cells) == {"ViL, separate, depth 4": 12, "ViL, shared, depth 4": 12}
 
 
 def test_the_spread_is_the_standard_deviation_over_seeds():

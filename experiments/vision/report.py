@@ -3,7 +3,7 @@
 import functools
 
 from experiments import pages
-from experiments.figures import Curve, Panel
+from experiments.figures import Curve, Panel, name_of
 from experiments.pages import escaped, table
 
 TABLE3 = """\
@@ -17,12 +17,15 @@ The paper's Table 3 (ImageNet-1K, 224 x 224; **the paper's figures, not run here
 | ViL-Small | 26M          | 80.7    |"""
 COLUMNS = {"model": "{name}", "parameters": "{parameters:,}", "mean": "{mean:.1f}", "spread": "{spread:.1f}",
            "seeds": "{seeds}", "images/s": "{speed}"}
-NAMES = {"vil": "ViL", "vim": "ViM", "vit": "ViT"}
+
+
+def family_of(at):
+    """The variant of ViL by its directions, or another model."""
+    return at["directions"] if at["model"] == "vil" else at["model"]
 
 
 def variant_of(at):
-    way = "" if at["model"] == "vit" else f", {at['directions']}"
-    return f"{NAMES[at['model']]}{way}, {at['n_layer']} layers"
+    return f"{name_of(family_of(at))}, depth {at['n_layer']}"
 
 
 def summarise(runs):
@@ -54,11 +57,11 @@ def panels(rows):
     for r in rows:
         low = r["mean"] - r["spread"]
         high = r["mean"] + r["spread"]
-        family = r["directions"] if r["model"] == "vil" else r["model"]
+        family = family_of(r)
         variants.append(Curve(family, r["name"], (), r["accuracies"], [low], [high]))
         if r["model"] == "vil":
             by_way.setdefault(family, []).append((r["n_layer"], r["mean"], low, high))
-    depths = [Curve(way, way, *zip(*sorted(points), strict=True)) for way, points in by_way.items()]
+    depths = [Curve(way, name_of(way), *zip(*sorted(points), strict=True)) for way, points in by_way.items()]
     accuracy = "held-out accuracy (%)"
     return [Panel("By seed, mean \u00b1 standard deviation", accuracy, "", variants),
             Panel("ViL by depth and direction", "layers", accuracy, depths, log="x")]
