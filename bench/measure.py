@@ -393,7 +393,7 @@ def how_it_ended(status, limit_s):
 
 def check_out(out, dry_run=False):
     """Create the folder of the record `out` before anything is measured. Raises OSError or ConfigError if the folder
-    is not writable. A dry run, or uncommitted changes, must not write to results/."""
+    is not writable, and ConfigError for a folder in results/ in a dry run or with uncommitted changes."""
     if Path(out).resolve().is_relative_to(ROOT / "results"):
         if dry_run:
             raise ConfigError("a dry run measures nothing, so its record does not belong in results/: give another "

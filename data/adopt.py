@@ -176,7 +176,7 @@ class Options:
     vocab_size: Count = None  # number of ids; default: from the tokenizer or nanoGPT's meta.pkl
     dtype: Literal["uint16", "uint32"] = None  # dtype of the .bin files; default: uint16 if the vocabulary fits
     tokenizer: str = None  # gpt2, bytes, tiktoken:NAME or hf:NAME
-    bytes_per_token: Positive = None  # average of the text, to report bits per byte
+    bytes_per_token: Positive = None  # average over the text, to report bits per byte
 
 
 def main():

@@ -282,7 +282,7 @@ class Augment:
             raise ConfigError("rand_augment, mixup, cutmix and erasing need kornia: pip install kornia, or set all "
                               "four to 0") from None
         keys = {"data_keys": ["input", "class"]}
-        self.rand_augment = RandAugment(n=2, m=3 * config.rand_augment) if config.rand_augment else None  # at most 30
+        self.rand_augment = RandAugment(n=2, m=3 * config.rand_augment) if config.rand_augment else None  # m: 0 .. 30
         self.erase = K.RandomErasing(p=config.erasing)
         self.mixup = K.RandomMixUpV2(**keys)
         self.cutmix = K.RandomCutMixV2(**keys, use_correct_lambda=True)

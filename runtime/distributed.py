@@ -101,8 +101,8 @@ def named_device(name):
 def open_device(config):
     """Return this process's device. If torchrun started the process, also join the process group.
 
-    Reads config.device and config.timeout_minutes. Raises ConfigError for a missing device, Lost if not all processes
-    join.
+    Reads config.device, config.timeout_minutes and, if there is one, config.parallel. Raises ConfigError for a missing
+    device, Lost if not all processes join.
     """
     device = named_device(config.device)
     world = env_int("WORLD_SIZE", 1, least=1)
@@ -220,7 +220,7 @@ def shard(model, config, device):
 
     With hooks around the whole layer, torch.compile makes one graph of it. Hooks around each linear map could gather in
     bfloat16, but would cut the layer into seven graphs. Gathering the whole layer in bfloat16 would round the scan's
-    own parameters. Raises ConfigError if the model cannot be sharded, or not over these processes.
+    own parameters. Raises ConfigError if the model or the number of processes does not allow sharding.
     """
     from torch.distributed.fsdp import fully_shard
 

@@ -313,7 +313,7 @@ class Folder:
     # -------------------------------------------------------------------------------------------------------- saving
 
     def save_if_due(self, step, val_loss, stopping):
-        """Save every checkpoint_interval steps (if 0, after each evaluation), at the end, and when asked to stop.
+        """Save every checkpoint_interval steps (0: at evaluations), at keep_steps, at the end, and when asked to stop.
 
         val_loss: from this step's evaluation, to choose the best checkpoint; None if there was none.
         """
@@ -387,8 +387,7 @@ def branch_point(config, out):
 
 
 def lock_run_dir(out, wait=0.0):
-    """Lock an out_dir (see files.lock_folder). Raises ConfigError if another run still holds it after `wait` seconds.
-    """
+    """Lock an out_dir (see files.lock_folder). Raises ConfigError if another run holds it after `wait` seconds."""
     try:
         return files.lock_folder(out, wait)
     except BlockingIOError as error:

@@ -142,7 +142,7 @@ def run_on_ray(workers, options, **how):
 
 
 def failure(folder, ended):
-    """Say how many tasks did not end, and quote the last line of the first failed task's log."""
+    """Say how many tasks did not end, and why the first of them did not, according to its log."""
     rank = ended.index(False)
     log = folder / f"datatrove/logs/task_{rank:05d}.log"
     text = log.read_text(errors="replace").strip() if log.exists() else ""

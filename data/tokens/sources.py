@@ -288,7 +288,7 @@ def read_lines(chunks, column):
 
 
 def lines_of(chunks):
-    """Yields the lines of a text. Raises ValueError above MOST_OF_A_LINE characters."""
+    """Yields the lines of a text. Raises ValueError for a line of more than MOST_OF_A_LINE characters."""
     rest = ""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split("\n")
