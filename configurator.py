@@ -250,7 +250,8 @@ class Reader:
             self.set(key, new[0])
 
     def following(self, key, words, alone):
-        """Remove the value of a --key from `words` and return it. Only a list takes several words, unless `alone`."""
+        """Remove the value of a --key from `words` and return it: all words up to the next --key for a list, but at
+        most one if `alone` or for any other key."""
         texts = []
         setting = self.settings.get(key)
         several = setting and setting.many is list and not alone

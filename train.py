@@ -62,7 +62,7 @@ class TrainConfig(ModelConfig):
     seed: Seed = 1337  # random seed for the initial weights and the data order
     self_check: Literal["on", "off", "only"] = "on"  # check kernels and states against plain PyTorch; only: then exit
     # --- data
-    dataset: str = "pystdlib"  # a prepared folder in data/, or its path; for a mixture: a:0.8,b:0.2
+    dataset: str = "pystdlib"  # a prepared folder: its name in data/, or its path; for a mixture: a:0.8,b:0.2
     block_size: Count = 1024  # context length in training, in tokens
     vocab_size: Whole = 0  # tokens in the vocabulary; 0: the dataset's number, rounded up to a multiple of 64
     batch_tokens: Count = 524288  # tokens per optimiser step, over all processes and micro-batches
@@ -261,7 +261,7 @@ def seed_all(seed):
 
 
 def open_data(config, device):
-    """Open the config's dataset or mixture, and fill in its vocab_size and end_of_text. Raises ConfigError."""
+    """Open the dataset or mixture, and fill in the config's vocab_size and end_of_text. Raises ConfigError."""
     parts = []  # (tokens, share)
     for name, share in parse_mixture(config.dataset):
         tokens = Tokens(find_dataset(name), vocab_size=config.vocab_size or None, block_size=config.block_size)

@@ -17,7 +17,7 @@ learning_rate = 2e-3  # peak
 min_lr = 0.0
 beta2 = 0.999
 weight_decay = 0.05
-# There are only 1,347 images: without the next two settings ViL's accuracy is two percent lower. Training crops are
+# There are only 1,347 images: without the next two settings ViL's accuracy is two points lower. Training crops are
 # zoomed in, so validation zooms in too, by the usual fraction for ImageNet.
 min_crop = 0.5
 smoothing = 0.1

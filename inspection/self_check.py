@@ -186,7 +186,7 @@ def output(out):
 # ------------------------------------------------------------------------------------------------------------ the table
 
 class Kind(NamedTuple):
-    words: str  # what agrees, for the line that the check prints
+    words: str  # what agrees, for the line that self_check returns
     how: str  # what the two sides are, printed after the place where they differ
     way_out: str
     least: float = OTHER_ORDER
@@ -200,7 +200,7 @@ ALWAYS_RANDOM = Kind("", ", run twice on the same tokens in eval mode,", "the mo
                      "numbers and change buffers only if self.training, as F.dropout(x, p, self.training) does, or "
                      f"{OFF}", LEAST, 0)
 MODES = Kind("training and eval mode", " in training and in eval mode",
-             "edit both modes, or evaluation and sampling will not use the trained model", LEAST)
+             "edit both modes, or you evaluate and sample another model than you train", LEAST)
 GRADED = MODES._replace(words="", how=" with gradients and under torch.no_grad")
 COMPILED = Kind("compiled layers and layers as they are", " compiled and as it is",
                 "train with --compile=false, or with another version of PyTorch")
@@ -210,8 +210,8 @@ LOSSES = Kind("the loss alone and from logits", ", the loss alone and the loss f
 OPERATORS = Kind("{kernels} and plain operators", " with --backend={backend} and with --backend=torch",
                  "edit both, or train with --backend=torch, which runs plain PyTorch everywhere")
 STATES = Kind("whole sequences and states", " over the whole sequence and through the state",
-              "edit both paths, or sampling will not use the trained model; for positions, count the tokens in "
-              "the state, as CountingTimeMix of families/released.py does")
+              "edit both paths, or you sample another model than you train; for positions, count the tokens in the "
+              "state, as CountingTimeMix of families/released.py does")
 AHEAD = Kind("", " before two different last tokens", f"it sees later tokens: mix earlier tokens only, or {OFF}", LEAST,
              0)
 ROWS = Kind("", " beside two different rows", f"it mixes rows of a batch: compute each row by itself, or {OFF}", LEAST,
