@@ -1,6 +1,5 @@
 """The page and the figure of experiments/extrapolation.py, from its record file."""
 
-import collections
 import functools
 import itertools
 import math
@@ -108,12 +107,11 @@ def panels(read, trained):
     of_length = []
     of_place = []
     families = {name.partition(", ")[0] for name in read}
-    variants = collections.Counter(family.partition("@")[0] for family in families)
+    apart = len({family.partition("@")[0] for family in families}) == len(families)
     for name, at in read.items():
         family, comma, limit = name.partition(", ")
-        plain = family.partition("@")[0]
-        if variants[plain] == 1:  # the settings after the @ tell nothing apart
-            family = plain
+        if apart:  # without the settings after their @
+            family, *_ = family.split("@")
         label = name_of(family) + comma + limit
         line = "o--" if limit else "o-"
         mean, error = np.transpose([over_seeds(measured, "loss") for measured in at.values()])

@@ -25,8 +25,7 @@ LOOKS = {"attention": ("Attention", "#222222"), "based": ("Based", "#a0522d"), "
          "kda": ("KDA", "#17a2b8"), "mamba2": ("Mamba-2", "#7fb0d8"), "mesa": ("Mesa", "#4d7c0f"),
          "swa": ("Sliding window", "#555555"), "longhorn,swa": ("Longhorn + Sliding window", "#006d77"),
          "gated_deltanet,swa": ("Gated DeltaNet + Sliding window", "#c77dff"),
-         "vit": ("ViT", "#222222"), "vim": ("ViM", "#1f6fb4"), "separate": ("ViL, separate", "#c8252c"),
-         "shared": ("ViL, shared", "#f4845f"), "forward": ("ViL, forward", "#006d77")}
+         "vil": ("ViL", "#c8252c"), "vim": ("ViM", "#1f6fb4"), "vit": ("ViT", "#222222")}
 # the delta rule's steps, by the names of recall's mixers and of text's families
 for mixer, settings, colour in (("implicit", "step=implicit", "#b5179e"), ("exact", "step=exact", "#577590"),
                                 ("free", "normalize_keys=false", "#c084d0"),

@@ -36,7 +36,7 @@ HALF = " rate/2"  # ends the label of a size that trains at half its rate
 UNITS = ("tokens read, flops of training, seconds, parameters with those of the embedding, val_loss in nats per token "
          "on all held-out files, loss_of_choosing_files on the first half of them")
 RATIO = "{:.2f} ({:.2f} .. {:.2f})"
-UNKNOWN = "unknown"
+UNKNOWN = "cannot be told"
 RATIOS = """\
 How many times another family's tokens the first needs for the other's loss at a budget, read off a cubic in log D per
 size."""
@@ -245,7 +245,7 @@ def trend(interval, per):
     """What a slope of log2 per doubling means, in percent."""
     words = in_words(interval, "{:+.1f}% ({:+.1f} .. {:+.1f}) per doubling", lambda x: 100 * (2**x - 1))
     if words == UNKNOWN or interval[0] <= 0 <= interval[2]:
-        return f"there is no clear trend with {per}" + f": {words}" * (words != UNKNOWN)
+        return f"whether this ratio falls or rises with {per} {UNKNOWN}" + f": {words}" * (words != UNKNOWN)
     return f"this ratio {'falls' if interval[2] < 0 else 'rises'} with {per}, {words}"
 
 
@@ -279,7 +279,7 @@ def sentence_of_compute(found, families, other):
 def sentence_of_constants(found, model):
     """A sentence: the constants of a family."""
     low, _, high = found[f"{model} E"]
-    floor = f"{low:.2f} .. {high:.2f}" if low > 0.01 else f"at most {high:.2f}, perhaps 0"
+    floor = f"{low:.2f} .. {high:.2f}" if low > 0.01 else f"{UNKNOWN} from 0 (at most {high:.2f})"
     return f"{name_of(model)}: alpha {in_words(found[f'{model} alpha'])}, a {in_words(found[f'{model} a'])}, E {floor}."
 
 

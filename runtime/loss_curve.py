@@ -12,7 +12,6 @@ from runtime.records import read_log
 def draw_loss(folder):
     """Plot training and validation loss in nats against tokens, to folder/loss.png, once the log has a loss."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
 
     train = points(folder, "train", "train_loss")
     val = points(folder, "eval", "val_loss")
@@ -31,7 +30,7 @@ def draw_loss(folder):
         axes.set_ylim(losses.min() - 0.1, min(losses.max(), np.quantile(losses, 0.95) + 0.5))
     title = Path(folder).name.replace("$", r"\$")  # $ starts a formula
     axes.set(title=title, xlabel="tokens", ylabel="loss (nats)")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.3)
     axes.legend()
     save_figure(axes.figure, Path(folder) / "loss.png", bbox_inches="tight")

@@ -239,10 +239,10 @@ def test_a_page_says_what_cannot_be_told():
     assert "this ratio rises with C, +100.0% (+41.4 .. +300.0) per doubling" == law.trend([0.5, 1, 2], "C")
     assert "this ratio falls with C, " in law.trend([-2, -1, -0.5], "C")
     for slope in [-1, -0.5, 2], [-math.inf, 1, 2], [math.nan] * 3:
-        assert "there is no clear trend with C" in law.trend(slope, "C")
-    assert law.in_words([0.1, 0.2, math.inf]) == "unknown" and law.in_words([1, 2, 3]) == "2.00 (1.00 .. 3.00)"
+        assert "falls or rises with C cannot be told" in law.trend(slope, "C")
+    assert law.in_words([0.1, 0.2, math.inf]) == "cannot be told" and law.in_words([1, 2, 3]) == "2.00 (1.00 .. 3.00)"
     found = {"llama alpha": [0.1, 0.2, 0.3], "llama a": [0.4, 0.5, 0.6], "llama E": [0.009, 0.1, 0.2]}
-    assert law.sentence_of_constants(found, "llama").endswith("E at most 0.20, perhaps 0.")
+    assert law.sentence_of_constants(found, "llama").endswith("E cannot be told from 0 (at most 0.20).")
     found["llama E"][0] = 0.011
     assert law.sentence_of_constants(found, "llama").endswith("a 0.50 (0.40 .. 0.60), E 0.01 .. 0.20.")
     beyond = fit.log_tokens([0, 1], np.array([3, 1]), np.array([4, 2, 0]))
@@ -261,7 +261,7 @@ def test_the_ratio_at_half_the_rates_is_reported():
     quiet = family(noise=1e-5)
     (told,) = law.at_half_rate(frame, {"a": quiet, "b": quiet, "c": quiet}, 5)[:1]
     assert told.startswith("a's tokens over b's for the same loss at half") and "at 460K: 2.00 (" in told
-    assert "unknown" in law.at_half_rate(frame, {"a": quiet, "c": quiet}, 5)[0]
+    assert "cannot be told" in law.at_half_rate(frame, {"a": quiet, "c": quiet}, 5)[0]
 
 
 # -------------------------------------------------------------------------------------------------------------- compare

@@ -17,15 +17,12 @@ The paper's Table 3 (ImageNet-1K, 224 x 224; **the paper's figures, not run here
 | ViL-Small | 26M          | 80.7    |"""
 COLUMNS = {"model": "{name}", "parameters": "{parameters:,}", "mean": "{mean:.1f}", "spread": "{spread:.1f}",
            "seeds": "{seeds}", "images/s": "{speed}"}
-
-
-def family_of(at):
-    """The variant of ViL by its directions, or another model."""
-    return at["directions"] if at["model"] == "vil" else at["model"]
+LINES = {"separate": "o-", "shared": "s--", "forward": "^:"}  # Matplotlib's, by direction
 
 
 def variant_of(at):
-    return f"{name_of(family_of(at))}, depth {at['n_layer']}"
+    way = "" if at["model"] == "vit" else f", {at['directions']}"
+    return f"{name_of(at['model'])}{way}, depth {at['n_layer']}"
 
 
 def summarise(runs):
@@ -57,11 +54,10 @@ def panels(rows):
     for r in rows:
         low = r["mean"] - r["spread"]
         high = r["mean"] + r["spread"]
-        family = family_of(r)
-        variants.append(Curve(family, r["name"], (), r["accuracies"], [low], [high]))
+        variants.append(Curve(r["model"], r["name"], (), r["accuracies"], [low], [high]))
         if r["model"] == "vil":
-            by_way.setdefault(family, []).append((r["n_layer"], r["mean"], low, high))
-    depths = [Curve(way, name_of(way), *zip(*sorted(points), strict=True)) for way, points in by_way.items()]
+            by_way.setdefault(r["directions"], []).append((r["n_layer"], r["mean"], low, high))
+    depths = [Curve("vil", way, *zip(*sorted(points), strict=True), LINES[way]) for way, points in by_way.items()]
     accuracy = "held-out accuracy (%)"
     return [Panel("By seed, mean \u00b1 standard deviation", accuracy, "", variants),
             Panel("ViL by depth and direction", "layers", accuracy, depths, log="x")]
