@@ -1398,7 +1398,7 @@ template <class U, class E, int NC> static void scan_backward(const ScanArgs &a)
     });
 }
 
-// Picks the instance for the dtype and the state size. The sizes that models use are known at compile time.
+// Picks the instance for the dtype and the state size. The most common sizes are known at compile time.
 #define DISPATCH_STATE(f, U, NC) do { if (a->dtype == BFLOAT16) f<U, bf16, NC>(*a); else f<U, float, NC>(*a); } while (0)
 #define DISPATCH_SCAN(f) do {                                                                                 \
     if (a->update == EXACT) DISPATCH_STATE(f, Exact, 0);                                                      \

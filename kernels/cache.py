@@ -1,4 +1,4 @@
-"""Attention's cache: the keys and values of all tokens so far. Appending a token does not copy them."""
+"""Attention's cache: the keys and values of all tokens so far. Appending a token rarely copies them."""
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -34,6 +34,6 @@ def append_to_cache(cache, k, v):
 
 
 def has_room(room, k, T):
-    """True if the buffer has room for T tokens, and k's dtype and inference mode."""
+    """True if the buffer has room for T tokens, has k's dtype and fits the current inference mode."""
     alike = room.dtype == k.dtype and room.is_inference() == torch.is_inference_mode_enabled()
     return alike and T <= room.shape[2]

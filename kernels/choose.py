@@ -27,7 +27,7 @@ BODIES = {  # operator: (where its fast code is, where its plain PyTorch code is
     "mesa": (LA + "_mesa", LA + "mesa_ref"),
     "wkv4": (LA + "_wkv4", LA + "wkv4_ref"),
 }
-NATIVE = ("longhorn_scan", "selective_scan", "causal_conv1d", "rms_norm")  # the others are PyTorch code
+NATIVE = ("longhorn_scan", "selective_scan", "causal_conv1d", "rms_norm")  # the others need no compiler
 NO_LIBRARY = {"longhorn_scan": "no library has Longhorn's scan", "wkv4": "no library has RWKV-4's wkv"}
 _off = set()  # see `plain`
 

@@ -239,7 +239,7 @@ class Module:
         return self.shared[name] <= block and at_once(name) >= at_once(instead)
 
     def launch(self, name, blocks, args, stream):
-        """Launch `blocks` blocks of kernel `name`, passing `args` by value. A RuntimeError names the launch."""
+        """Launch `blocks` blocks of kernel `name` with `args` by value. Raises RuntimeError, which names the launch."""
         function, shared = self.functions[name], self.shared[name]
         if self.context:
             self.check(self.lib.cuCtxSetCurrent(self.context), "cuCtxSetCurrent")

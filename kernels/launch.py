@@ -17,12 +17,11 @@ UPDATES = ("longhorn", "exact", "mamba")  # the enum of longhorn_scan.cu
 CUDA_SHAPES = [(P, L) for L in (2, 4, 8, 16, 32) for P in (4, 8)]
 # Kernels with a variant for whole chunks and blocks: the rows that the variant fetches ahead.
 FETCHED = {"forward_kernel": ("x", "dt", "z"), "backward_kernel": ("x", "dt", "z", "dy")}
-FETCHED_BYTES = 2048  # the most shared memory that these rows take in a 16-bit backward
+FETCHED_BYTES = 2048  # the most bytes that fetched rows add to a 16-bit backward's shared memory, if P is 8
 
 
 def backward_bytes(update, P, L):
-    """Bytes of shared memory of the largest block, the backward that fetches no rows ahead (BackwardShared in
-    longhorn_scan.cu)."""
+    """Bytes of shared memory of a backward block that fetches no rows ahead (BackwardShared in longhorn_scan.cu)."""
     keys = 2 * build.CHUNK * P * L + build.CHUNK  # k, q, |k|^2
     per_lane = build.CHUNK // SUB * 2 * P + SUB + (2 * P if update == "mamba" else 1)  # states, gated, rates
     sums = build.CUDA_THREADS // 32 * SUB * (2 * P * L + 1)  # dk, dq, d|k|^2
@@ -88,7 +87,7 @@ def cuda_segments(update, dtype, shape, blocks, T, multiprocessors, shared, back
 
 
 def segment_sizes(T, segments):
-    """Split T into segments of whole chunks, the last one shorter. Rounding may leave fewer segments."""
+    """Split T into segments of whole chunks; the last may be shorter. Rounding may leave fewer segments."""
     segment_T = -(-T // (segments * build.CHUNK)) * build.CHUNK
     return {"segments": -(-T // segment_T), "segment_T": segment_T}
 

@@ -253,9 +253,9 @@ def mesa(q, k, v, beta, log_decay, ridge, state=None, backend=None):
     H_t = w_t H_{t-1} + beta_t k_t^T k_t, U_t = w_t U_{t-1} + beta_t k_t^T v_t, o_t = q_t (H_t + diag(ridge))^-1 U_t.
 
     The loop solves directly. The chunks solve with CG_STEPS conjugate gradient steps. The gradient is that of the exact
-    solution and takes as many steps again. With keys of length 1, 30 steps are enough: all but a few eigenvalues of
-    H + diag(ridge) are within a factor of about 100. On a CPU the chunks stop early at rounding error, and go on while
-    the residual is above RESIDUAL. A GPU and flash-linear-attention never take more steps.
+    solution and takes as many steps again. 30 steps are enough if all but a few eigenvalues of H + diag(ridge) are
+    within a factor of about 100, as with keys of length 1. On a CPU the chunks stop early at rounding error, and go on
+    while the residual is above RESIDUAL. A GPU and flash-linear-attention never take more steps.
 
     Args:
         beta: (B, T, H) >= 0; log_decay: (B, T, H) <= 0; ridge: (H, K) > 0, per channel of the keys.
@@ -575,7 +575,7 @@ def _mesa(q, k, v, beta, log_decay, ridge, state):
 
 def _times(x, k, weight, before, H, ridge):
     """(H_t + diag(ridge)) x_t for the steps of a chunk, x (B H, n, K), using only the H at the chunk's start."""
-    return torch.baddbmm((x * before) @ H.mT, x @ k.mT * weight, k) + ridge * x  # H.mT: H's gradient is the loop's
+    return torch.baddbmm((x * before) @ H.mT, x @ k.mT * weight, k) + ridge * x  # H.mT: H's gradient as in the loop
 
 
 def _solve(b, *matrix):

@@ -28,7 +28,7 @@ from kernels import build, choose, cuda, fused, launch
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PIECE = 64  # a loop over time keeps a state every PIECE steps, from which the backward recomputes
 WINDOW_QUERIES = 64  # attention with a window processes at least this many queries at a time
-# Where PyTorch's kernels compute the loss. In float32 so many fit in a CPU core's cache; on a GPU they take 2 GB.
+# Logits that PyTorch's loss takes at once. In float32 this many fit in a CPU core's cache; on a GPU they take 2 GB.
 LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**28}
 LOSS_SUMS = 256  # bytes of shared memory that the loss kernel needs besides a row; SUMS of loss.cu
 
@@ -549,7 +549,7 @@ def _check_attention(q, k, v, window):
 
 
 def _windowed(q, k, v, window, i):
-    """Attention of the queries from i on, a window or WINDOW_QUERIES of them, to all keys that they see."""
+    """Attention of max(window, WINDOW_QUERIES) queries, from i on, to all keys that they see."""
     q, last = q[:, :, i:i + max(window, WINDOW_QUERIES)], k.shape[2] - q.shape[2] + i  # last: the key of query i
     keys = slice(max(0, last - window + 1), last + q.shape[2])
     k, v, T = k[:, :, keys], v[:, :, keys], q.shape[2]
@@ -613,8 +613,8 @@ def loss_of_slice(logits, targets, train):
 
 @functools.cache
 def loss_module(dtype, V, device):
-    """The GPU kernel for rows of V logits of `dtype`. None on other devices, and without a compiler (a line says so).
-    Raises OSError if it cannot be built."""
+    """The GPU kernel for rows of V logits of `dtype`. None on other devices, for float64, and if the kernels cannot
+    run here (a line says why). Raises OSError if it cannot be built."""
     if device.type != "cuda" or dtype not in choose.DTYPES:
         return None
     reason = choose.unavailable("cuda")

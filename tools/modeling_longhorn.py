@@ -1,7 +1,7 @@
 """The modelling code of an exported folder, for transformers; export.py copies it there with the sources it needs.
 
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)  # it reads the model's config
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)  # to read the model's config
     model.generate(**tokenizer("def main():", return_tensors="pt"), max_new_tokens=40)
 
 SOURCES holds model.py, mixers.py, families/ and everything that they import from the repository, as it was at the
