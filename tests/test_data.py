@@ -349,9 +349,10 @@ def test_pystdlib_splits_by_file(library, tmp_path):
 def test_pystdlib_knows_when_it_is_done(library, tmp_path):
     def made(fraction=0.2, **how):
         """True if it writes a file."""
-        before = {path: path.stat().st_ino for path in (tmp_path / "a").glob("*.bin")}
+        inodes = lambda: {path: path.stat().st_ino for path in (tmp_path / "a").glob("*.bin")}
+        before = inodes()
         pystdlib.prepare(tmp_path / "a", stdlib=library, val_fraction=fraction, **how)
-        return before != {path: path.stat().st_ino for path in (tmp_path / "a").glob("*.bin")}
+        return inodes() != before
 
     assert made() and not made() and made(force=True) and made(0.3)  # another recipe
     (tmp_path / "a/val.bin").unlink()

@@ -149,8 +149,9 @@ def test_another_source_flag_cpu_or_compiler_makes_another_file(change, source, 
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_source_that_does_not_compile_stops_a_run_and_a_missing_compiler_does_not(source, tmp_path, monkeypatch):
-    """If the run went on, plain PyTorch would train without the edit."""
+def test_a_source_that_does_not_compile_stops_a_run_but_a_broken_compiler_does_not(source, tmp_path, monkeypatch):
+    """If the run went on, plain PyTorch would train without the edit. A compiler that is missing, or that cannot
+    compile anything, does not stop it."""
     source.write_text("int x = edited;")
     monkeypatch.setenv("CXX", " ")  # as if it were not set
     with pytest.raises(build.Broken, match="could not build a.cu: .*edited"):

@@ -101,7 +101,7 @@ def test_a_changed_mixer_is_noticed(monkeypatch):
 
 
 def test_the_diagonal_costs_as_much_as_computed_by_hand():
-    """By hand, the minimiser, which does not know the update, takes the place of Eq. 6."""
+    """In the computation by hand, the minimiser takes the place of Eq. 6, because it does not know the update."""
     assert abs(ol.diagonal_cost(1, 0.5, 1 / 3, 1, 0)["missed"]) < 1e-12  # one key has no others to disturb
     keys, values = ol.make_pairs(64, 2, 4, 0.5, seed=0)
     assert (keys.norm(dim=1) - 1).abs().max() < 1e-12 and (keys @ keys.T).mean() == pytest.approx(0.5, abs=0.1)

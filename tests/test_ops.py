@@ -274,7 +274,7 @@ def living(shape):
     lambda mix, x, z: mix(x.detach(), z)[0] * z,
     lambda mix, x, z: z.register_hook(lambda g: 3 * g) and checkpoint(mix, x, z, use_reentrant=False)[0]))
 def test_gradients_of_halves_are_those_of_chunk(use):
-    """They agree when a graph is used again, although the gradients of x and z may be parts of one tensor."""
+    """Gradients also agree when a graph is used again, although those of x and z may be parts of one tensor."""
     block, both = block_and_rows(16)
     gradients = []
     for split in (halves, lambda both: both.chunk(2, -1)):

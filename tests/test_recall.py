@@ -452,7 +452,7 @@ def test_steps_to_half_are_compared_over_all_ways_to_split_them():
     off = lambda a: abs(sum(stats.rankdata(tied + other)[list(a)]) - 25)
     ways = [off(a) for a in combinations(range(9), 5)]
     assert report.mann_whitney(tied, other) == pytest.approx(np.mean([way >= off(range(5)) for way in ways]))
-    assert report.mann_whitney(range(20), range(20, 40)) == pytest.approx(2 / math.comb(40, 20))  # of 1.4e11 ways
+    assert report.mann_whitney(range(20), range(20, 40)) == pytest.approx(2 / math.comb(40, 20))  # 2 of 1.4e11 splits
 
 
 REFUSED = """

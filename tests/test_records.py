@@ -242,7 +242,7 @@ def test_the_numbers_of_a_resumed_run_are_right(tmp_path, monkeypatch, capsys):
         now[0] += 3
         t.log(step, train_loss=4.0, lr=1e-3)
         now[0] += 5
-    t.log_evaluation(4, {"val_loss": 2.0, "compare_loss": 3.0})  # an earlier step: none is logged twice
+    t.log_evaluation(4, {"val_loss": 2.0, "compare_loss": 3.0})  # an earlier step: the last one counts as logged
     assert t.val_loss == 3.0, "the best checkpoint is chosen by compare_loss, always on the same tokens"
     assert t.finish(None) == {"val_loss": 2.0}
     said = capsys.readouterr().out

@@ -291,7 +291,7 @@ def test_versions_of_the_code_are_listed_and_joined_on_request(told, tmp_path):
         assert "## Uncommitted changes\n\n +class Mine:\n" in text
         assert f"Left out, {left} of {n} planned runs" in text
         assert (f"other code, beef, than most runs, {CODE}: --accept_code=beef joins it" in text) != bool(accepted)
-    assert records.read(tmp_path, (CODE,)).attrs["code"][0]["code"] != CODE  # a joined version is never the first
+    assert records.read(tmp_path, (CODE,)).attrs["code"][0]["code"] != CODE  # joined versions come last
     with pytest.raises(ConfigError, match="--accept_code=f00d: the runs of .* have ab0d75f4c450, beef, cafe"):
         records.read(tmp_path, ("f00d",))
 
@@ -414,7 +414,7 @@ def test_the_multiplier_is_that_of_the_laws(whole):
     assert re.search(r"<strong>Longhorn needs 0\.\d\d \(0\.\d\d \.\. 0\.\d\d\) times RetNet's tokens at 1.5M", page)
 
 
-def test_a_users_experiment_needs_a_kind_and_a_page(tmp_path, monkeypatch, capsys):
+def test_a_users_experiment_needs_only_a_kind_and_a_page(tmp_path, monkeypatch, capsys):
     kind = records.Kind(("heat", "seed"), "val_loss", ("vocab_size",), lambda row, record, evaluations: row)
     monkeypatch.setitem(records.KINDS, "own", kind)
     cells = {}
@@ -486,7 +486,7 @@ def test_pairs_have_a_row_per_budget_and_the_crossing_of_their_curves(told):
 
 
 def test_hours_count_processes_and_what_a_branch_trained_itself(told):
-    """In the time under way, two runs at the same time count once. A break between two commands does not count."""
+    """In the hours of the sweep, two runs at the same time count once. A break between two commands does not count."""
     def damage(folder, names):
         plan = json.loads((folder / "plan.json").read_text())
         for i, name in enumerate(names):
@@ -671,7 +671,7 @@ def test_the_page_of_a_law_has_its_parts_in_order(law_page):
     assert "its run began before" in text and "GLA: 460K not complete" in text and "3.5M not" not in text
     lines = (law_page / "points.csv").read_text().splitlines()
     assert re.match("# schema 1, a line per run, by commit .*nats per token", lines[0])
-    assert len(lines) == 2 + 3 * 3 * (3 + 10) + 3 + 3  # at the end three cosines and three predicted runs
+    assert len(lines) == 2 + 3 * 3 * (3 + 10) + 3 + 3  # the last terms: three cosines, three predicted runs
 
 
 @pytest.mark.parametrize("model, told", [("longhorn", "to 1 of"), ("gla", "to 0 of")])

@@ -82,7 +82,7 @@ def test_text_streams_character_by_character(out, monkeypatch):
     result = run(out_dir=out, prompt="P", max_new_tokens=10, num_samples=2)
     assert result.out == "Paé😀b\ufffd\n\n---\nPaé😀b\ufffd\n"
     assert screens[:8] == ["", "", "Pa", "Paé", "Paé", "Paé", "Paé", "Paé😀"]  # the first two tokens build the kernels
-    text = Text("bytes")  # bytes that are not text, or not bytes, do not stop the stream
+    text = Text("bytes")  # tokens that are not text, or not bytes, do not stop the stream
     assert text.encode("\ud83d") == [0xED, 0xA0, 0xBD]
     assert "".join(text.decode(token) for token in [0xC3, 0x28, 256, 0xFF, 300, 0x61]) == "\ufffd(\ufffda"
 

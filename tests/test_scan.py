@@ -90,7 +90,7 @@ def test_the_program_of_the_page_is_the_scan():
                     reason="this version of transformers calls a scan on a GPU only")
 def test_hugging_faces_mamba_runs_on_our_scan_with_the_lines_of_the_page(monkeypatch):
     """The logits are right, and so are the tokens generated through its cache."""
-    monkeypatch.setattr(modeling_mamba, "mamba_selective_scan", modeling_mamba.mamba_selective_scan)  # undone after it
+    monkeypatch.setattr(modeling_mamba, "mamba_selective_scan", modeling_mamba.mamba_selective_scan)  # restored later
     torch.manual_seed(0)
     theirs = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2))
     idx = torch.randint(64, (2, 33))
@@ -191,7 +191,7 @@ def test_autograd_keeps_few_states(backend, T, kept):
     assert sum(storages.values()) <= given + kept * 4 * 64 * 16
 
 
-# Argument; its shape, or the numbers of cu_seqlens; words of the error. x is (1, 8, 3), with two states and sequences.
+# Argument; its shape, or the numbers of cu_seqlens; words of the error. x is (1, 8, 3), N = 2, two sequences.
 MISFITS = """
 cu_seqlens  [0, 5]        rise from 0 to T = 8, got [0, 5]
 cu_seqlens  [1, 8]        rise

@@ -342,7 +342,7 @@ def test_a_mixer_with_only_forward_or_sizes_of_its_own_starts(mixer, sizes, monk
 
 
 def rounding(line):
-    """The match of the line's error in bfloat16, or None. It may be at most 3 times the plain operators' rounding."""
+    """The match of the line's error in bfloat16, at most 3 times the plain operators' rounding, or None."""
     said = re.search(r"in bfloat16 to (\S+) times the plain operators' rounding", line)
     assert said is None or 0 < float(said[1]) <= 3
     return said

@@ -457,7 +457,7 @@ def row_of_plan(line, gigabytes=9999, nproc=6, records=(), **waiting):
     return "{micro-batch}: {memory}, {of the peak}, ".format(**at) + f"{cell.seconds:.0f} s {cell.argv}"
 
 
-# 3e6 tokens take 60 x 5 x 1000 + 2 x 50,000 bytes each, so 1200 GB beside 16 x 60. The self-check takes 8 seconds.
+# 3e6 tokens take 60 x 5 x 1000 + 2 x 50,000 bytes each, so 1200 GB beside 16 x 60. Start and end take 8 seconds.
 @pytest.mark.parametrize("line, words", table("""
 --dtype=bfloat16           3: 2160 of 9999 GB, 25%, assumed, 3008 s []
 --dtype=float32            3: 3360 of 9999 GB, 25%, assumed, 6008 s []
@@ -473,7 +473,7 @@ def test_a_plan_follows_the_settings_of_a_run(line, words):
     measured = row_of_plan(line, records={("gla", 60e9, 10**6): (3, 0.4, 2000e9), ("gla", 1, 2): (1, 0.6, 3)})
     if "bf" in line:
         words = "3: 2000 of 9999 GB, 40%, measured, 1883 s []"
-    elif "compile" not in line:  # half the time, except for the self-check
+    elif "compile" not in line:  # half the time, except for start and end
         words = re.sub("25%(.*) (.*) s", lambda m: f"50%{m[1]} {int(m[2]) // 2 + 4} s", words)
     assert measured == words
 
@@ -500,7 +500,8 @@ def test_a_plan_says_which_data_are_missing_or_read_often(tmp_path, capsys):
 
 
 def test_a_plan_counts_the_vocabulary_of_the_dataset(tmp_path):
-    """Each token is a row of the embedding, which is also the output. Rows are rounded up to 64, as in train.py."""
+    """Each token has a row of the embedding, which is also the output map. As in train.py, rows are rounded up to a
+    multiple of 64."""
     counts = {}
     for tokens in (0, 256, 2000):
         if tokens:
@@ -519,7 +520,7 @@ def of_a_seed(tmp_path):
 
 
 def test_further_budgets_branch_from_the_checkpoints_that_exist(tmp_path, of_a_seed):
-    """A shorter, an equal and a longer budget follow a finished trunk. An unfinished trunk cannot be branched from."""
+    """Shorter, equal and longer budgets are added to a finished trunk. An unfinished one cannot be branched from."""
     first = of_a_seed(1024)
     runner.write_plan(tmp_path, first)
     more = lambda: of_a_seed(256, 1024, 2048)
@@ -652,8 +653,8 @@ def test_a_search_goes_beyond_its_edge_three_times_at_most(tmp_path, pretend, be
 
 
 def test_a_law_runs_family_by_family_and_goes_on_with_other_presets(tmp_path, pretend):
-    """The rates of 60K and 250K come from the line through the other sizes. law_half then halves a rate, and
-    law_predicted continues the first seed."""
+    """The rates of 60K and 250K come from the line through the other sizes. law_half then runs 460K at half its
+    rate, and law_predicted continues the first seed."""
     best = {"130K": 6e-3, "460K": 4e-3, "1.5M": 2e-3}
     ran = pretend(lambda at: 1 + math.log(at["learning_rate"] / best.get(at["size"], 1)) ** 2)
     run = lambda preset: sweep.main([preset, "llama", "longhorn", "--budgets=512", f"--out={tmp_path}"])

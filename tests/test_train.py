@@ -286,7 +286,7 @@ def test_only_a_runs_own_files_are_moved_aside(data, ran, tmp_path, monkeypatch)
 
 
 def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_behind(ran, out):
-    """The next start overwrites its own beginning. A result is moved aside, and so is the beginning of another run."""
+    """A run that starts again overwrites its own beginning. A result, or another run's beginning, is moved aside."""
     ran(out, max_iters=2)
     for gone, seed, aside in (("result", 1337, 0), ("nothing", 1337, 1), ("result", 2, 2)):
         for path in (*out.glob("*.safetensors"), *out.glob(f"{gone}.json")):

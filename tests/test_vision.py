@@ -1,6 +1,6 @@
 """experiments/vision/ and data/images.py: the models, the images, the runs and the report.
 
-Directions are compared with flipped images, and ViT with PyTorch's encoder. Images come from a folder made here."""
+Directions are compared with flipped images, and ViT with PyTorch's encoder. Folders of images are made here."""
 
 import functools
 import multiprocessing
@@ -85,7 +85,7 @@ def arguments(out, file="vil_digits", **changes):
 def test_models_have_the_right_number_of_parameters(file, directions, count):
     with torch.device("meta"):
         parts = counting.parameter_count(Vision(config_of(file, 1000, directions=directions)))
-        task = "cifar" if directions == "shared" else "digits"  # in these, all have as many parameters
+        task = "cifar" if directions == "shared" else "digits"  # the three families of a task have about one size
         equal = [counting.parameter_count(Vision(config_of(f"{f}_{task}")))["total"] for f in ("vil", "vim", "vit")]
     assert parts["total"] == sum(n for name, n in parts.items() if name != "total") == count
     assert max(equal) < 1.02 * min(equal)
