@@ -277,7 +277,7 @@ def wkv4_run(backend="", num=None, den=None, max=None, **a):
 
 
 def wkv4_seen(a):
-    """Return the results without the state's maximum, which only scales num and den."""
+    """Return the results in a form that does not depend on the state's maximum, which only scales num and den."""
     return {"y": a["y"], "mean": a["num"] / a["den"], "weight": a["den"].log() + a["max"]} if "num" in a else a
 
 
@@ -344,7 +344,8 @@ def timed(row, a):
 
 
 def cast(row, a, dtype):
-    """Return the arguments in a dtype. In 16 bits, states and arguments without a time dimension stay float32."""
+    """Return the arguments in a dtype. In 16 bits, states and arguments without a time dimension are float32, as in a
+    model."""
     half = timed(row, a) if dtype.itemsize == 2 else a
     return {n: v.to(dtype if n in half else F32) for n, v in a.items()}
 

@@ -12,7 +12,7 @@ fail() { echo "tests/slurm_cluster.sh: error: $*" >&2; exit 2; }
 [ "$(id -u)" = 0 ] || fail "only root can set up a cluster: run this as root, for example in a container"
 [ ! -e /etc/slurm/slurm.conf ] || fail "/etc/slurm/slurm.conf: this machine is already in a cluster: use a container"
 if ! command -v slurmctld slurmd munged > /dev/null; then
-    command -v apt-get > /dev/null || fail "slurmctld, slurmd or munged is missing, and so is apt-get: install them"
+    command -v apt-get > /dev/null || fail "there is no apt-get: install slurmctld, slurmd and munged by hand"
     apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends slurm-wlm munge
 fi
 stop() {

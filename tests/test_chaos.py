@@ -254,7 +254,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_both(launch, data, 
         assert_same_run(out, tmp_path / "None")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited as on Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc to limit memory")
 def test_running_out_of_memory_is_one_line(launch, data, out):
     """2^21 tokens of 32 numbers each, 268 MB, exceed the limit, and the allocator raises its own error."""
     large = {**RUN, "n_embd": 32, "block_size": 512, "batch_tokens": 2**21, "micro_batch_size": 4096}
@@ -365,8 +365,8 @@ def fill(disk):
 
 
 def test_a_run_survives_a_disk_that_is_full_for_a_while(undisturbed, launch, small_disk, data):
-    """The run goes on, and its records are complete. While the disk is full it logs 30 lines, more than the last page
-    of the log can take."""
+    """The run goes on, and its records are complete. While the disk is full, the run logs 30 lines, more than the last
+    page of the log can take."""
     disk, first = small_disk(4), 2 * RUN["checkpoint_interval"] + 7
     out = disk / "run"
     r = launch(arguments(data, out, RUN), hold=[("step", first), ("step", first + 30)])

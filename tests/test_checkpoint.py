@@ -162,7 +162,7 @@ def test_any_changed_byte_is_refused(tmp_path):
     save(path, {"w": torch.randn(9), "b": torch.ones(3, dtype=torch.bool)}, {"step": 1})
     good = path.read_bytes()
     for i in range(len(good)):
-        for flip in (0x20, 0x80, 0x20 ^ 0x09):  # the last turns a padding blank into a tab: also JSON
+        for flip in (0x20, 0x80, 0x20 ^ 0x09):  # the last turns a padding blank into a tab, which is still JSON
             path.write_bytes(good[:i] + bytes([good[i] ^ flip]) + good[i + 1:])
             refusal(path)
         path.write_bytes(good[:i])

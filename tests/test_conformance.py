@@ -3,7 +3,7 @@
 The truth is computed in float64 from the same rounded arguments, so that the error is the operator's own. Tolerances
 are relative to the norm of the true result: 16 eps of the dtype used to compute, which is float32 even for 16-bit
 arguments. Matrix products have 32 eps, and Mesa, which solves equations, has 64. A 16-bit result may also be off by
-half a unit.
+half a unit in the last place.
 
     python -m pytest tests/test_conformance.py
 """
@@ -386,7 +386,7 @@ MORE = [dict(key=1e6), dict(logit=0.0), dict(value=1e-6), dict(key=1e6, logit=10
 @pytest.mark.parametrize("name,N,sizes", [
     *(("longhorn", N, sizes) for N in (1, 16) for sizes in SIZES + MORE),
     *((name, 8, sizes) for name in ("exact", "mamba", "mamba without softplus") for sizes in SIZES)], ids=str)
-def test_scans_of_extreme_arguments_err_little_more_than_the_loop(name, N, sizes):
+def test_scans_of_extreme_arguments_err_about_as_much_as_the_loop(name, N, sizes):
     """Some cases are ill-conditioned: with N = 1 and a huge key, 1 - eps k^2 cancels, and no float32 arithmetic is
     exact. Kernels may err four times as much as the loop; with keys of 1e18 they only have to be finite."""
     row = OPERATORS[name]

@@ -217,7 +217,7 @@ def test_sums_are_right(shim, monkeypatch, parts, n, columns):
         assert a is None and got is None or torch.equal(got, a.sum(0).to(dtype))
 
 
-def test_the_loss_of_a_row_that_is_not_finite_is_nan(shim, monkeypatch):
+def test_the_loss_of_a_row_with_nan_or_inf_or_only_minus_inf_is_nan(shim, monkeypatch):
     use_alone(monkeypatch, shim("loss", F32, 0))
     for odd, of in ((torch.nan, 1), (torch.inf, 1), (-torch.inf, 70)):
         logits = torch.zeros(2, 70)
@@ -488,7 +488,7 @@ def test_a_state_that_fits_no_block_is_refused_with_the_limit(gpu, update, N, mo
 
 @pytest.mark.parametrize("update", ("longhorn", "mamba"))
 def test_once_split_T_fills_the_gpu(update):
-    """The backward has as many blocks as the GPU runs at once, or at most one segment's blocks fewer."""
+    """The backward has as many blocks as the GPU runs at once, or fewer by less than one segment's blocks."""
     for (gpu, least), blocks, dtype in itertools.product(((H200, 3), (A100, 2)), range(1, 200), (F32, BF16)):
         segments = launch.cuda_segments(update, dtype, PAIRS, blocks, 1 << 20, *gpu)
         least = 2 if update == "mamba" or dtype == F32 else least

@@ -424,8 +424,8 @@ def test_packages_are_whole_documents_in_one_split(tmp_path, monkeypatch):
     assert i == len(val) - 1 and "documents" not in prepare().meta  # another recipe
 
 
-def test_the_standard_library_is_prepared_in_seconds(tmp_path):
-    """Prepares the default data set as a user does, in seconds, and checks its sizes."""
+def test_the_standard_library_is_prepared_as_by_a_user(tmp_path):
+    """Runs the program for the default data set, which takes seconds, and checks sizes and the bits of xz."""
     done = run_python("data/pystdlib/prepare.py", "--out", tmp_path)
     assert done.returncode == 0 and not done.stderr, done
     tokens = Tokens(tmp_path, vocab_size=256, block_size=1024)
@@ -696,7 +696,7 @@ def test_few_documents_are_divided(small_units, tmp_path, prepare, monkeypatch, 
 
 
 def test_files_named_val_are_held_out(small_units, tmp_path, prepare, capsys):
-    """They are not held out beside files with other names, as in code. Empty documents are counted."""
+    """They are not held out beside a file that is named for neither split, as in code. Empty documents are counted."""
     lines = '{"text": "one"}\n{"text": null}\n{"text": ""}\n'
     write_files(tmp_path / "in", {
         "train.txt": "two", "train-0.jsonl": lines, "Val/a.txt": "3", "w.dev.txt": "4"})
@@ -707,7 +707,7 @@ def test_files_named_val_are_held_out(small_units, tmp_path, prepare, capsys):
     assert "held out because of their names, and no others: 2 files" in said and "2 empty documents of train" in said
     write_files(tmp_path / "in", {"model.txt": "d" * 99})
     prepare(files=[tmp_path / "in"], force=True)
-    assert "for their names" not in capsys.readouterr().err
+    assert "because of their names" not in capsys.readouterr().err
 
 
 def test_the_choice_of_files_held_out_is_part_of_the_inputs(tmp_path, prepare):

@@ -1,4 +1,4 @@
-"""data/tokens/cluster.py: tasks of datatrove, here, on Slurm and on Ray, write the tokens of the documents one by one.
+"""data/tokens/cluster.py: tasks of datatrove, here, on Slurm and on Ray, write what tokenising one by one gives.
 
 Tests that need datatrove (pip install --group cluster), Slurm or Ray are skipped without it, with a line under -rs.
 """
@@ -109,7 +109,7 @@ cluster.run_locally(1, pipeline=[Deadly(), bytes(1 << 24)], tasks=1, logging_dir
 
 
 def test_a_task_killed_before_it_has_read_its_input_blocks_nobody(tmp_path):
-    """Its input has megabytes, like a vocabulary, and does not fit into a pipe. Nobody may wait until it is read."""
+    """Its input takes megabytes, like a vocabulary, and does not fit into a pipe. Nobody may wait until it is read."""
     done = run_python("-c", DEADLY, tmp_path)
     assert done.returncode == 0, done.stderr
 

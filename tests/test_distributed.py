@@ -94,7 +94,7 @@ def test_a_compiled_layer_is_one_graph_on_several_processes(launch, data, out, p
 
 
 def last_rank_stops(rank):
-    """An LM whose last rank gets two signals at once, as from Slurm."""
+    """The LM of a rank: the last rank gets two signals at once, as from Slurm."""
     def act(n, lm, loss):
         if rank and n == 2:
             os.kill(os.getpid(), signal.SIGUSR1)

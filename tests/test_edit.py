@@ -298,7 +298,7 @@ def test_mistakes_are_one_line_and_exit_code_2(repo, run, line, argv, words):
 def test_the_probe_counts_the_vocabulary_of_the_data(tmp_path, monkeypatch, capsys):
     """A mixture takes the vocabulary of its first dataset, rounded up to 64; without prepared data, that of bytes."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(edit_probe, "files", lambda model: [])  # another test checks them
+    monkeypatch.setattr(edit_probe, "files", lambda model: [])  # test_edit_runs_on_train_itself checks them
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/meta.json").write_text('{"vocab_size": 2000}')
     for dataset, tokens in ("mine:0.8,other:0.2", 2048), ("other", 256):

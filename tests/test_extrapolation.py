@@ -110,8 +110,8 @@ def test_longer_texts_are_left_out_once_memory_runs_out(words, is_memory, monkey
 
 
 def test_limited_attention_sees_what_a_fresh_window_sees():
-    """With one layer and attention limited to 16 tokens, token t of a long text is predicted as after those 16 tokens
-    alone."""
+    """With one layer and attention limited to 16 tokens, each token of a long text is predicted as from the 16 tokens
+    before it alone."""
     torch.manual_seed(0)
     lm, rows = LM(ModelConfig(model="llama", **{**SHAPE, "n_layer": 1})).eval(), some_rows(2, 64)
     losses = ex.read_length(ex.limited(lm, 16), rows, 64, 20, 2)

@@ -431,7 +431,7 @@ def search_of(best, noise):
 
 
 def test_errors_of_rates_cost_a_sweep_what_the_formula_says():
-    """It is curvature / loss times the variance of a vertex, or times the scatter of three rates around their line."""
+    """The cost is curvature / loss times a vertex's variance, or times the scatter of three rates around a line."""
     search = search_of(2.8e-3, np.random.default_rng(0).standard_normal((4, 4)))
     known = compare.look_at_search(search, None)
     share = known.curvature / min(np.mean([*losses.values()]) for losses in search.values())
@@ -480,7 +480,7 @@ def test_the_variance_of_rates_is_that_of_a_parabolas_vertex():
     assert df == 12 / 4
 
 
-def test_rates_that_a_search_cannot_tell_have_no_error():
+def test_the_error_of_rates_that_a_search_cannot_tell_is_none():
     rng = np.random.default_rng(5)
     inside, edge = (search_of(best, rng.standard_normal((4, 4))) for best in (2.8e-3, 5e-4))
     once = {rate: {1: losses[0]} for rate, losses in inside.items()}

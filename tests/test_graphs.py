@@ -87,7 +87,7 @@ def test_replayed_runs_equal_eager_runs_to_the_bit(data, out, dtype):
 
 
 def test_a_micro_batch_of_another_weight_is_not_replayed():
-    """Random numbers during and after it are the same as without recording."""
+    """Random numbers are the same as without recording, also after it."""
     model = torch.nn.Linear(3, 1)
     x = torch.ones(2, 3)
 
