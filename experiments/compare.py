@@ -39,9 +39,10 @@ CONFIDENCE = 0.95
 
 
 def best_rate(search):
-    """The BestRate: the vertex of a parabola in log rate through the best rate and its neighbours. None without runs.
+    """The BestRate: the vertex of a parabola in log rate through the best rate and its neighbours.
 
     search: {rate: {seed: loss}}; inf for a diverged run, which makes its rate the worst.
+    Returns None if no rate has a finite mean.
     """
     means = {rate: float(np.mean(list(losses.values()))) for rate, losses in sorted(search.items()) if losses}
     rates = list(means)
@@ -131,7 +132,7 @@ def rate_variance(a, b):
 # ----------------------------------------------------------------------------------------------------- two mean losses
 
 def document_variance(tokens, *groups):
-    """The (variance, degrees of freedom) over draws of documents of a sum of mean losses. Each group is (seeds,
+    """The (variance, degrees of freedom) of a sum of mean losses, over draws of documents. Each group is (seeds,
     documents); for a difference, negate one of the two.
 
     The noise of seeds within documents is subtracted, since it is counted with the seeds, so the estimate can be

@@ -72,7 +72,7 @@ def simulate(sd, times, noise="normal", simulations=20000, pairs=PAIRS, rng=0):
     Returns a dict:
         better, worse, same, undecided: the share of edits with this verdict.
         covers: the share of final intervals that hold the truth.
-        pairs: their mean number.
+        pairs: the mean number of pairs.
         half_width: the median half-width of the interval of log m.
     """
     rng = np.random.default_rng(rng)

@@ -30,7 +30,7 @@ DELTA = 1e-3  # Huber's threshold in log L
 EPOCH = dict(E=1.8172, A=482.0, alpha=0.3478, B=2085.4, beta=0.3658)  # Besiroglu et al. 2024, tokens of text
 MB = 2**20
 FORMS = {"additive": (), "offset": (5,), "gamma": (6,)}  # the constants that are free in addition to the first five
-PER_DOUBLING, FALL = 0.7, 0.4  # in duels: log L's correlation along a trunk; its SD falls as D^-0.4
+PER_DOUBLING, FALL = 0.7, 0.4  # correlation of log L along a trunk; its SD falls as D^-0.4: duels at 460K and 1.5M
 QUANTILES = {0.05: "lower", 0.5: "nearest", 0.95: "higher"}  # quantiles, and how each is rounded to a draw
 
 
@@ -414,7 +414,7 @@ def analyse(families, targets=None, least=MB, draws=200, seed=0):
         NAME alpha, NAME a, NAME E, NAME frontier I    of each family
         NAME N D                                       the log of a run's loss, for targets {NAME: [(N, D)]}
         NAME compute, NAME per C                       the first family against NAME, see `compute_ratio`
-        NAME tokens SIZE D, NAME per D, NAME per N     the same, see `ratios`; if they share two sizes
+        NAME tokens SIZE D, NAME per D, NAME per N     the same, see `ratios`; if they share two or more sizes
 
     The misfit is taken around the form that fits a family best. What another form misses beyond that is in the
     intervals already, since the forms give different values.

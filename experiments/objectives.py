@@ -493,8 +493,9 @@ def diagonal_table(record):
     for (N, writes), missed in by_cosine(record).items():
         cells.append([str(N), f"{writes:.2f}", *(f"{abs(share):.2f}" for share in missed)])
     return [*wrapped("""The cost of the diagonal form: the share of the possible decrease of Eq. 5 that a step of
-        Eq. 7 from its own state misses (0: the minimiser, 1: as good as no step). Over streams of 8 N pairs, by N, by
-        the share of a value that a step writes, and by the cosine of two keys."""), "", table(cells)]
+        Eq. 7 from its own state misses (0: the minimiser, 1: as good as no step). It is measured over streams of 8 N
+        pairs (at least 64), by N, by the share of a value that a step writes, and by the cosine of two
+        keys."""), "", table(cells)]
 
 
 def by_cosine(record):

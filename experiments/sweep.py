@@ -111,7 +111,7 @@ OF_LAW = Preset(LAW, LAW_FAMILIES, warmup=51, args=LAW_ARGS, one_by_one=True, fo
 
 
 def rung(n_layer, width, millions, **search):
-    """A size of the law on GPUs, with 20 to 200 tokens per parameter; search: settings of its search, at 20 tokens."""
+    """A size of the law on GPUs, with 20 to 200 tokens per parameter; search: fields of Size for its search, at 20."""
     argv = (f"--n_layer={n_layer}", f"--n_head={width // 64}", f"--n_embd={width}")
     steps = [round(tokens * millions * 1e6 / 2**19) for tokens in (20, 43, 93, 200)]
     return Size(argv, steps[-1], tuple(steps[:-1]), seeds=2, search_steps=steps[0], config="120m", **search)
@@ -485,8 +485,7 @@ def whole_path(setting):
 
 def check_data(cells, dry_run=False):
     """Open the data, so that a fault in it is reported once and early. If a run reads it more than four times, say how
-    many times.
-    dry_run: it need not be prepared."""
+    many times. dry_run: it need not be prepared."""
     from data.mixture import parse_mixture
     from data.prepared import Tokens, find_dataset
 

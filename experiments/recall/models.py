@@ -270,7 +270,7 @@ class Positions(nn.Embedding):
         return self.weight[:T]
 
 
-POSITIONS["attention"] = Positions  # the other mixers know the order without
+POSITIONS["attention"] = Positions  # the other mixers know the order without them
 
 
 class Recall(LM):

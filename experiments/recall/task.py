@@ -8,8 +8,8 @@
             the pairs, each to a free slot with p(i) ~ i^(a-1)
 
 There is no loop over examples. Drawing slots without replacement is equivalent to giving each slot an exponential
-waiting time of rate p(i) and keeping the P shortest, in order. One call sorts those of all examples. Keys are first
-drawn with repeats, and then only the repeats are drawn again.
+waiting time of rate p(i) and keeping the P shortest, in order. One call sorts those of all examples. Keys and
+values are first drawn with repeats, and then only the repeats are drawn again.
 """
 
 import hashlib

@@ -150,7 +150,7 @@ def say_plan(cells, configs, gpu, count, nproc, one_by_one=False):
     by family. Raises ConfigError for an unknown name, and for a number of GPUs that is not a whole number of nodes."""
     name = gpus.named(gpu)
     if name is None:
-        raise ConfigError(f"--gpu={gpu}: known GPUs are {', '.join(gpus.GPUS)}; --gpus is their number")
+        raise ConfigError(f"--gpu={gpu}: known GPUs are {', '.join(gpus.GPUS)}; --gpus says how many")
     if nproc > count:
         raise ConfigError(f"--nproc={nproc}: more than --gpus={count}")
     records, waiting = measured()

@@ -76,7 +76,7 @@ class VisionConfig(train.TrainConfig):
     mirror: bool = False  # mirror images with probability 1/2
     rand_augment: Annotated[int, Range(0, 9)] = 0  # magnitude of RandAugment's two operations, 1 to 9 of 10; 0: none
     mixup: Probability = 0.0  # probability of blending a micro-batch's images
-    cutmix: Probability = 0.0  # probability of pasting parts of them into each other
+    cutmix: Probability = 0.0  # probability of pasting parts of a micro-batch's images into each other
     erasing: Probability = 0.0  # probability of erasing a rectangle, per image
     repeats: Count = 1  # crops of an image in a batch
     smoothing: Annotated[float, Range(0, 0.99)] = 0.0  # label smoothing
