@@ -338,13 +338,13 @@ def disturb_a_sweep(start, launch, data, tmp_path, kills, acts, **how):
     def pid_of(life):
         """Return the life's process id, or 0 if it has ended: another process may have its number by now."""
         pid = int((life / "pid").read_text())
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the second: between open and read
             return pid if str(script).encode() in Path(f"/proc/{pid}/cmdline").read_bytes() else 0
         return 0
 
     def held(sweep):
-        gates = sweep.glob("lives/*/*/held-0-0")
-        return [gate.parent for gate in gates if not gate.with_name("go-0").exists() and pid_of(gate.parent)]
+        lives = [gate.parent for gate in sweep.glob("lives/*/*/held-0-0") if not gate.with_name("go-0").exists()]
+        return {life: pid for life in lives if (pid := pid_of(life))}
 
     chance, done = random.Random(0), 0
     try:
@@ -356,8 +356,9 @@ def disturb_a_sweep(start, launch, data, tmp_path, kills, acts, **how):
                     assert time.time() < deadline, driver.said()
                     lives = held(sweep)
                     if done < kills and lives:
-                        life = chance.choice(lives)
-                        done += not acts[done % len(acts)](pid_of(life), driver, life)
+                        life = chance.choice([*lives])
+                        with contextlib.suppress(ProcessLookupError):  # it has just ended
+                            done += not acts[done % len(acts)](lives[life], driver, life)
                         lives = [life] if driver.alive() else held(sweep)
                     elif done == kills:
                         (sweep / "lives").mkdir(exist_ok=True)
