@@ -419,12 +419,14 @@ def page(runs, args, out):
     sentences += [sentence_of_constants(found, model) for model in families]
     controls = controls_of(runs, args, families)
     if not rows:
-        missing.append(f"no predictions beside {out}: --predict writes them, before `sweep.py law_predicted` runs")
+        missing.append(f"no predictions beside {out}: --predict writes them, before sweep.py law_predicted runs")
     if not controls:
-        missing.append("no controls: `sweep.py law_half`, and --control with the folder of `sweep.py law_4096`")
+        missing.append("no controls: sweep.py law_half, and --control with the folder of sweep.py law_4096")
     points = runs[[*POINTS, "n_embd"]]
     points.attrs = {"head": f"# schema 1, a line per run, by commit {environment()['commit']}: {UNITS}\n"}
     again = f"the page, from the records alone: python experiments/law.py {out}.json --out={out}"
+    if args.control:
+        again += f" --control={args.control}"
     blocks = [
         table(rows_of_ratios(found), None, f"## Tokens at equal size\n\n{RATIOS}"),
         table(rows, PREDICTED, f"## Predictions\n\n{PREDICTIONS}"),

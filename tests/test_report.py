@@ -642,7 +642,8 @@ def law_page(tmp_path_factory):
                                                          "predictions": predictions}))
     held = {"command": "simulate", "forms": {"gamma": {"llama a": {"held": 3, "of": 4, "width": 0.1}}}}
     (folder / "simulation.json").write_text(json.dumps(held))
-    law_program.main([str(folder / "runs"), "--least=0.25", "--draws=4", f"--out={folder / 'report'}"])
+    law_program.main([str(folder / "runs"), "--least=0.25", "--draws=4", f"--out={folder / 'report'}",
+                      f"--control={folder / 'runs'}"])
     return folder
 
 
@@ -668,6 +669,7 @@ def test_the_page_of_a_law_has_its_parts_in_order(law_page):
     text = re.sub(" +", " ", text)
     assert "llama a | 3 of 4 (0.0500)" in text and text.count("| 2.0% |") == 4
     assert "| from 0.25 MB | from 0.125 MB | from 0.25 MB, N with the embedding |" in text
+    assert text.count(f"With {BATCH:,} tokens per step, 95%: ") == 2 and f"--control={law_page / 'runs'}\n" in text
     assert "its run began before" in text and "GLA: 460K not complete" in text and "3.5M not" not in text
     lines = (law_page / "points.csv").read_text().splitlines()
     assert re.match("# schema 1, a line per run, by commit .*nats per token", lines[0])
