@@ -34,7 +34,9 @@ from runtime.records import environment, fields, read_json, write_json  # noqa: 
 
 HALF = " rate/2"  # ends the label of a size that trains at half its rate
 UNITS = ("tokens read, flops of training, seconds, parameters with those of the embedding, val_loss in nats per token "
-         "on all held-out files, loss_of_choosing_files on the first half of them")
+         "on all held-out files, loss_of_choosing_files on the first half of them, threads of a run's last start")
+A_RUN = ("one run to the bit: its commit, its CPU model, OMP_NUM_THREADS as threads in points.csv, and the command in "
+         "its config.json")
 RATIO = "{:.2f} ({:.2f} .. {:.2f})"
 UNKNOWN = "cannot be told"
 RATIOS = """\
@@ -422,7 +424,7 @@ def page(runs, args, out):
         missing.append(f"no predictions beside {out}: --predict writes them, before sweep.py law_predicted runs")
     if not controls:
         missing.append("no controls: sweep.py law_half, and --control with the folder of sweep.py law_4096")
-    points = runs[[*POINTS, "n_embd"]]
+    points = runs[[*POINTS, "n_embd", "threads"]]
     points.attrs = {"head": f"# schema 1, a line per run, by commit {environment()['commit']}: {UNITS}\n"}
     again = f"the page, from the records alone: python experiments/law.py {out}.json --out={out}"
     if args.control:
@@ -433,7 +435,7 @@ def page(runs, args, out):
         table(rows_of_constants(choices), None, f"## Constants, by other choices\n\n{CONSTANTS}"),
         listed(controls) and f"## Controls\n\n{listed(controls)}",
         "## Do the intervals hold?", coverage(out.with_name("simulation.json")),
-        "## To repeat it", listed([*runs.attrs.get("commands", ()), again])]
+        "## To repeat it", listed([*runs.attrs.get("commands", ()), A_RUN, again])]
     return pages.Page(sentences, ["What is missing:", listed(missing)] if missing else [],
                       panels(found, families, least, rows), blocks, {"points": points})
 

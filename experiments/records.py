@@ -309,8 +309,8 @@ def in_group(group, settings):
 
 
 def of_scaling(row, record, evaluations):
-    """The row with tokens and losses per held-out file as arrays, and with the loss on the files that choose learning
-    rates, the first half. Bits per byte are NaN if the data's bytes are unknown."""
+    """The row with tokens and losses per held-out file as arrays, with the loss on the files that choose learning
+    rates, the first half, and with its threads. Bits per byte are NaN if the data's bytes are unknown."""
     tokens = np.array(row["val_document_tokens"], float)
     losses = np.array(row["val_document_losses"], float)
     if tokens.shape != losses.shape or not abs(np.average(losses, weights=tokens) - row["val_loss"]) <= 1e-4:
@@ -322,6 +322,7 @@ def of_scaling(row, record, evaluations):
                     ("data", "bytes per token"): bits and round(row["val_loss"] / math.log(2) / bits, 9),
                     (row["size"], "tokens per window"): row.get("eval_block_size") or row["block_size"]}
     return {"val_bits_per_byte": math.nan} | row | {
+        "threads": record["derived"].get("threads"),  # of its last start
         "val_document_tokens": tokens, "val_document_losses": losses,
         "embedding": record["derived"]["parameters"]["embedding"],
         "loss_of_choosing_files": float(np.average(losses[first], weights=tokens[first]))}

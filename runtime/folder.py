@@ -40,6 +40,7 @@ MAY_CHANGE_ON_RESUME = {
 }
 OF_A_NODE = {"out_dir", "dataset", "device", "micro_batch_size", "workers"}  # may differ from rank to rank
 COMPARED_OVER = ("eval_tokens", "eval_block_size")  # losses over different tokens cannot be compared
+ON_A_MACHINE = ("processes", "device_name", "threads", "cpu", "torch")  # in config.json; sums are rounded by them
 LOCK_SECONDS = 300  # the longest wait for the run's previous process, which may still be saving
 SAVED = ("seconds", "skipped", "bad", "best_val_loss", "ended", "code_versions", "wandb_id")
 
@@ -75,6 +76,7 @@ class Found:
     derived: dict  # values that follow from the settings, data, model and machine, for config.json
     step: int = 0  # steps done
     is_complete: bool = False  # the run has already ended and has its result
+    changes: list = field(default_factory=list)  # phrases: what differs from the run's last start
     notes: list = field(default_factory=list)  # lines for the screen
     environment: dict | None = None  # on rank 0: the machine and the code, see records.py
     log: records.Log | None = None  # on rank 0: log.jsonl, open at `step`
@@ -178,7 +180,7 @@ class Folder:
                 self.config.keep_steps = ",".join(map(str, sorted(kept)))
             else:  # a branch takes all weights from its trunk, whatever init_from says
                 meta["config"]["init_from"] = self.config.init_from
-            changes = self.compare(path, meta, schedule)
+            found.changes = [*self.compare(path, meta, schedule), *self.moved(found)]
         if self.is_main and meta.get("file_times") != getattr(self.data, "file_times", None):
             self.data.verify()  # the files were copied or changed since then; 18 GB take a minute
         with writing_to(self.out), checkpoint.fitting(path):
@@ -186,7 +188,7 @@ class Folder:
         found.step = meta["step"]
         how = "continuing" if self.continues else "branching"
         found.notes = [f"skipped: {line}" for line in damaged]
-        found.notes.append("; ".join([f"{how} from {path} at step {found.step}", *changes]))
+        found.notes.append("; ".join([f"{how} from {path} at step {found.step}", *found.changes]))
         return path, meta
 
     def compare(self, path, meta, schedule):
@@ -215,6 +217,13 @@ class Folder:
                 "or choose another out_dir"
             )
         return changes.values()
+
+    def moved(self, found):
+        """Return a phrase for each thing on which rounding depends that has changed since the run's last start."""
+        before = self.record("config.json") if self.is_main and self.continues else {}
+        was = before.get("derived", {}) | before.get("environment", {})
+        now = found.derived | (found.environment or {})
+        return [f"{key} {was[key]!r} -> {now[key]!r}" for key in ON_A_MACHINE if key in was and was[key] != now[key]]
 
     def keep_warmup(self, before):
         """Keep an extended run's warmup at 5% of its first max_iters, unless warmup_iters is given."""
@@ -300,11 +309,14 @@ class Folder:
             if versions:
                 found.notes.append(f"the code was {versions[-1]}, is now {code}: config.json names both")
             versions.append(code)
+        changes = self.record("config.json").get("changes", []) if self.continues else []
+        if found.changes:
+            changes.append(f"step {found.step}: {', '.join(found.changes)}")
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         about_data = {key: value for key, value in self.data.meta.items() if key != "table"}  # long, and in checkpoints
         records.write_json(self.out / "config.json", {
             "config": self.settings, "derived": found.derived, "environment": found.environment,
-            "code_versions": versions, "time": self.record("config.json").get("time", now),
+            "code_versions": versions, "changes": changes, "time": self.record("config.json").get("time", now),
             "data": {**about_data, "identity": self.data.identity}})
         self.log = found.log = records.Log(self.out, found.step, meta.get("log_crc32"))
         if self.log.damage:

@@ -287,8 +287,10 @@ def environment():
     if edited := changed_files(files_at_start, identity["code_files"]):
         raise ConfigError(f"{', '.join(edited)} was edited while this program was starting: start it again")
     gpu = torch.cuda.is_available()
+    threads = os.environ.get("OMP_NUM_THREADS")  # sums over threads are rounded by their number
+    command = [f"OMP_NUM_THREADS={threads}"] if threads else []
     return {
-        **identity, **code_version(), "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        **identity, **code_version(), "command": shlex.join([*command, Path(sys.executable).name, *sys.argv]),
         "python": platform.python_version(), "torch": torch.__version__, "system": platform.platform(),
         "cpu": cpu_model(), "cores": os.cpu_count(), "gpu": torch.cuda.get_device_name() if gpu else None,
         "cuda": torch.version.cuda if gpu else None,

@@ -176,8 +176,10 @@ def test_environment_says_where_it_ran(monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py", "--n_layer=2"])
     monkeypatch.setenv("PATH", "")  # no git
     monkeypatch.delenv("LONGHORN_COMMIT", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     where = json.loads(json.dumps(environment()))
-    assert where["command"].endswith("train.py --n_layer=2") and where["cores"] >= 1 and where["cpu"]
+    assert re.fullmatch(r"OMP_NUM_THREADS=3 python\S* train.py --n_layer=2", where["command"])
+    assert where["cores"] >= 1 and where["cpu"]
     assert where["commit"] is None and where["uncommitted_changes"] is None
 
 

@@ -576,7 +576,7 @@ def test_kept_steps_stay_even_if_they_are_not_named_again(ran, out):
         assert kept == {"checkpoint-2", "checkpoint-4"} and record(out, "config")["config"]["keep_steps"] == "2,4"
 
 
-def test_code_that_changed_while_the_run_was_down_is_named(whole, ran, out, monkeypatch):
+def test_code_and_machines_that_changed_while_the_run_was_down_are_named(whole, ran, out, monkeypatch):
     """A line says so when the run continues, and config.json keeps it; nothing else changes."""
     versions = lambda: record(out, "config")["code_versions"]
 
@@ -588,9 +588,11 @@ def test_code_that_changed_while_the_run_was_down_is_named(whole, ran, out, monk
     assert go_on("\x1b", stops_at(3)) == [] and versions() == ["\x1b"]
     said = go_on("b", stops_at(1))
     assert len(said) == 1 and r"the code was \x1b, is now b" in said[0] and versions() == ["\x1b", "b"]
+    monkeypatch.setattr(records, "cpu_model", lambda: "another")
     assert go_on("b", stops_at(1)) == [] and versions() == ["\x1b", "b"]
     assert len(go_on("a")) == 1 and versions() == ["\x1b", "b", "a"] == saved(out)[1]["code_versions"]
     assert record(out)["code"] == "a"
+    assert [re.sub("'.*' -> ", "", words) for words in record(out, "config")["changes"]] == ["step 4: cpu 'another'"]
     assert_same_run(out, whole)
 
 
