@@ -294,6 +294,8 @@ def at_half_rate(runs, families, draws):
     halves = [size for size in runs["size"].unique() if size.endswith(HALF)]
     sentences = []
     for half, other in itertools.product(halves, others):
+        if other not in set(runs.model[runs["size"] == half]):
+            continue
         size = half.removesuffix(HALF)
         of_seed = runs[runs.seed == runs[runs["size"] == half].seed.min()]
         losses = of_seed.pivot_table(index=["model", "size"], columns="tokens", values="val_loss")
