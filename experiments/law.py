@@ -307,8 +307,9 @@ def at_half_rate(runs, families, draws):
             log_L[0::2] += fit.trunks(rng, families[first], D[:2])
             log_L[1::2] += fit.trunks(rng, families[other], D[:2])
             a_half, b_half, a, b = fit.curves(D, log_L)
-            change = fit.tokens_needed(a_half, b_half, D[0]) - fit.tokens_needed(a, b, D[0])
-            changes.append(np.mean(change[np.isfinite(change)]))
+            at_half, at_rate = (fit.tokens_needed(*curves, D[0]) for curves in ((a_half, b_half), (a, b)))
+            known = np.isfinite(at_half) & np.isfinite(at_rate)
+            changes.append(np.mean(at_half[known] - at_rate[known]))
         times = in_words(fit.interval(changes), of=np.exp2) if changes else UNKNOWN
         sentences.append(f"{name_of(first)}'s tokens over {name_of(other)}'s for the same loss at half the learning "
                          f"rates, relative to the chosen ones, at {size}: {times}.")

@@ -109,10 +109,11 @@ class Entry:
         """{seed: change of each document's loss in nats per doubling of the tokens}, for seeds with all budgets."""
         x = np.log2(np.array(budgets) / budgets[0])
         slope = (x - x.mean()) / ((x - x.mean()) @ (x - x.mean()))
+        by_budget = [self.documents.get(tokens, {}) for tokens in budgets]
         changes = {}
-        for seed in self.documents[budgets[0]]:
-            if all(seed in self.documents[tokens] for tokens in budgets):
-                changes[seed] = slope @ np.array([self.documents[tokens][seed] for tokens in budgets])
+        for seed in by_budget[0]:
+            if all(seed in losses for losses in by_budget):
+                changes[seed] = slope @ np.array([losses[seed] for losses in by_budget])
         return changes
 
 

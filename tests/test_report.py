@@ -462,7 +462,8 @@ def set_losses(folder, names, family, loss):
 
 
 def test_pairs_have_a_row_per_budget_and_the_crossing_of_their_curves(told):
-    """Longhorn is .04 above Mamba at 256 steps, .01 at 512 and .01 below at 1024: -.025 nats per doubling."""
+    """Longhorn is .04 above Mamba at 256 steps, .01 at 512 and .01 below at 1024: -.025 nats per doubling. LLaMA has
+    no runs of 256 steps."""
     level = {1001: 0.001, 1002: -0.002, 1003: 0.0015}
     of_law = functools.partial(law, "mamba", 460_000)
     above = {256: 0.04, 512: 0.01, 1024: -0.01}
@@ -471,8 +472,13 @@ def test_pairs_have_a_row_per_budget_and_the_crossing_of_their_curves(told):
         set_losses(folder, names, "mamba", lambda steps, seed: of_law(steps * BATCH) + level[seed])
         set_losses(folder, names, "longhorn",
                    lambda steps, seed: of_law(steps * BATCH) + above[steps] + 0.9 * level[seed])
-    tables, text = told(damage)
-    rows = tables["pairs"]
+        plan = json.loads((folder / "plan.json").read_text())
+        for name in names:
+            if name.startswith("llama") and "_256steps" in name:
+                del plan["cells"][name]
+        (folder / "plan.json").write_text(json.dumps(plan))
+    tables, text = told(damage, models=["longhorn", "mamba", "llama"])
+    rows = [row for row in tables["pairs"] if row["b"] == "mamba"]
     assert [(r["budget"], r["seeds"], r["is_main"]) for r in rows] == [
         (256 * BATCH, 2, False), (512 * BATCH, 2, False), (1024 * BATCH, 3, True)]
     assert [r["mean"] for r in rows] == pytest.approx([0.04, 0.01, -0.01], abs=1e-3)
