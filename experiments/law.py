@@ -35,8 +35,8 @@ from runtime.records import environment, fields, read_json, write_json  # noqa: 
 HALF = " rate/2"  # ends the label of a size that trains at half its rate
 UNITS = ("tokens read, flops of training, seconds, parameters with those of the embedding, val_loss in nats per token "
          "on all held-out files, loss_of_choosing_files on the first half of them, threads of a run's last start")
-A_RUN = ("one run to the bit: its commit, its CPU model, OMP_NUM_THREADS as threads in points.csv, and the command in "
-         "its config.json")
+A_RUN = ("one run, to the bit: at its commit, on its CPU model and with OMP_NUM_THREADS as in points.csv, type the "
+         "command in its config.json")
 RATIO = "{:.2f} ({:.2f} .. {:.2f})"
 UNKNOWN = "cannot be told"
 RATIOS = """\
@@ -307,7 +307,8 @@ def at_half_rate(runs, families, draws):
             log_L[0::2] += fit.trunks(rng, families[first], D[:2])
             log_L[1::2] += fit.trunks(rng, families[other], D[:2])
             a_half, b_half, a, b = fit.curves(D, log_L)
-            at_half, at_rate = (fit.tokens_needed(*curves, D[0]) for curves in ((a_half, b_half), (a, b)))
+            at_half = fit.tokens_needed(a_half, b_half, D[0])
+            at_rate = fit.tokens_needed(a, b, D[0])
             known = np.isfinite(at_half) & np.isfinite(at_rate)
             changes.append(np.mean(at_half[known] - at_rate[known]))
         times = in_words(fit.interval(changes), of=np.exp2) if changes else UNKNOWN
